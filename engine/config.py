@@ -1,0 +1,90 @@
+"""The configuration tree of headrace: one typed section a concern, filled from command line, environment and file (ops/settings.py).
+
+Flags carry vLLM's names where vLLM has the option. `docs/configuration.md` is generated from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gpu.config import CacheConfig as CacheConfig
+from gpu.config import Capacity as Capacity
+from gpu.config import ModelConfig as ModelConfig
+from gpu.config import ParallelConfig as ParallelConfig
+from gpu.config import WorkerConfig as WorkerConfig
+from gpu.config import option
+
+
+@dataclass
+class SchedulerConfig:
+    max_num_batched_tokens: int | None = option(None, "token budget of a step; default by device: 512 on the CPU, 2048 to 16384 on GPUs")
+    max_num_seqs: int | None = option(None, "most requests that run at once; default by device: 128 on the CPU, 256 to 1024 on GPUs")
+    long_prefill_token_threshold: int = option(0, "most tokens of one prompt in a step while others wait or run; 0: no cap")
+    scheduling_policy: str = option("fcfs", "order of waiting requests", choices=("fcfs", "priority"))
+    shrink_chunks: bool = option(False, "where blocks are short of a whole prefill chunk, admit the part that fits")
+    watermark: float = option(0.0, "share of the KV blocks that admission keeps free, 0 to 1")
+
+
+@dataclass
+class RedisConfig:
+    redis_url: str = option("", "Redis to use; empty: `serve` starts an embedded Valkey")
+    data_dir: str = option("", "where the embedded Valkey keeps its append-only file; default: ~/.local/share/headrace")
+    record_retention: int = option(3600, "seconds that the record of an ended request is kept")
+
+
+@dataclass
+class ApiConfig:
+    host: str = option("127.0.0.1", "address to listen on; without keys only loopback is allowed")
+    port: int = option(8000, "port to listen on; 0: any free one")
+    api_server_count: int = option(1, "API server processes on the one listening socket")
+    api_key: list[str] = option(list, "NAME=KEY for inference, NAME:admin=KEY to list, inspect and abort others' requests too; repeatable")
+    allow_no_auth: bool = option(False, "serve without keys on an address that is not loopback")
+    served_model_name: list[str] = option(list, "names that clients use for the model; default: from the path; repeatable")
+    chat_template: str | None = option(None, "file with a Jinja chat template, instead of the model's own")
+    trust_request_chat_template: bool = option(False, "let requests bring their own chat template")
+    default_chat_template_kwargs: str | None = option(None, "JSON object of variables for every chat template")
+    max_num_queued_reqs: int | None = option(None, "most requests waiting or running for a model; beyond it 503 with Retry-After")
+    max_num_queued_tokens: int | None = option(None, "most prompt tokens waiting for a model; beyond it 503 with Retry-After")
+    max_request_bytes: int = option(64 * 1024 * 1024, "largest request body in bytes; beyond it 413")
+    sse_keep_alive_interval: float = option(15.0, "seconds of silence after which a stream carries a comment; 0: never")
+    allowed_origins: list[str] = option(list, "origins allowed by CORS; repeatable")
+    return_tokens_as_token_ids: bool = option(False, "show tokens in logprobs as token_id:N")
+    enable_prompt_tokens_details: bool = option(False, "put cached prompt tokens into usage")
+    enable_force_include_usage: bool = option(False, "usage in every stream, asked for or not")
+    enable_request_id_headers: bool = option(True, "X-Request-Id in every response")
+    disable_fastapi_docs: bool = option(False, "no /docs, /redoc and /openapi.json")
+    metrics_prefix: str = option("headrace", "first word of metric names; vllm: dashboards made for vLLM work")
+    shutdown_timeout: float = option(0.0, "seconds that running requests get at SIGTERM before they are aborted")
+
+
+@dataclass
+class LogConfig:
+    log_level: str = option("info", "debug, info, warning or error", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("auto", "json, text, or auto: text on a terminal", choices=("auto", "json", "text"))
+    disable_log_stats: bool = option(False, "no line of engine statistics every ten seconds")
+
+
+@dataclass
+class EngineConfig:
+    """What one engine process is started with."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    redis: RedisConfig = field(default_factory=RedisConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    served_model_name: list[str] = field(default_factory=list)
+
+
+@dataclass
+class ServeConfig:
+    """Everything on one machine: what `headrace serve` takes."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    redis: RedisConfig = field(default_factory=RedisConfig)
+    api: ApiConfig = field(default_factory=ApiConfig)
+    log: LogConfig = field(default_factory=LogConfig)

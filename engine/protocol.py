@@ -1,0 +1,274 @@
+"""What crosses Redis: typed, versioned, compact MessagePack structs. Nothing else is ever put on the bus, and nothing is pickled.
+
+Structs are arrays on the wire: fields are only ever appended, each with a default. Columns are little-endian bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu.plan import SamplingParams as SamplingParams
+from gpu.plan import child_seed as child_seed
+
+PROTOCOL_VERSION = 1
+
+
+class FinishReason(enum.IntEnum):
+    STOP = 0  # an EOS or stop token, or a stop string found by the API server
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class RequestTimes(msgspec.Struct, array_like=True):
+    """Wall-clock seconds since the epoch at which a request passed each mark; 0.0: not passed."""
+
+    enqueued: float = 0.0  # API server, just before `enqueue`
+    received: float = 0.0  # engine took it from the stream
+    scheduled: float = 0.0  # first step that computes a token of it begins
+    first_token: float = 0.0  # the step that sampled it was taken in
+    last_token: float = 0.0
+    finished: float = 0.0  # engine: blocks freed
+    num_preemptions: int = 0
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, frozen=True):
+    """API server to engine: one prompt with its `sampling.n` choices."""
+
+    version: int
+    request_id: str  # internal: the client's id, "-", 8 random hex digits
+    prompt_token_ids: bytes  # int32 column
+    sampling: SamplingParams
+    client: str  # incarnation of the API server that listens for the outputs
+    handle: int  # that server's own number for the request; outputs carry it instead of the id
+    priority: int = 0  # lower is earlier
+    arrival_time: float = 0.0  # epoch seconds at the API server
+    tenant: str = ""
+    cache_salt: str = ""
+    trace_headers: dict[str, str] = {}
+
+
+class OutputLogprobs(msgspec.Struct, array_like=True):
+    """Logprobs of one output token."""
+
+    handle: int
+    choice: int
+    offset: int
+    token_ids: bytes  # int32 [1 + k]: the sampled token, then the top k
+    logprobs: bytes  # float32 [1 + k]
+    rank: int
+
+
+class OutputPromptLogprobs(msgspec.Struct, array_like=True):
+    """Logprobs of prompt tokens from `position` (>= 1) on. Choice 0's prompt stands for all choices."""
+
+    handle: int
+    position: int
+    token_ids: bytes  # int32 [num_positions, 1 + k]
+    logprobs: bytes  # float32 [num_positions, 1 + k]
+    ranks: bytes  # int32 [num_positions]
+
+
+class FinishedOutput(msgspec.Struct, array_like=True):
+    """The one terminal output of a choice. `num_tokens` counts all its output tokens: a receiver that has fewer has a gap."""
+
+    handle: int
+    choice: int
+    num_tokens: int
+    reason: FinishReason
+    stop_reason: int | str | None
+    num_cached_tokens: int  # prompt tokens that the prefix cache answered
+    times: RequestTimes
+    error: str | None = None
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=1):
+    """One step's outputs for one API server. Row i: token `token_ids[i]` is output number `offsets[i]` of a choice."""
+
+    engine: str  # slot name
+    incarnation: int
+    step: int
+    handles: bytes = b""  # int64 [num_outputs]
+    choices: bytes = b""  # int32 [num_outputs]
+    offsets: bytes = b""  # int32 [num_outputs]
+    token_ids: bytes = b""  # int32 [num_outputs]
+    logprobs: list[OutputLogprobs] = []
+    prompt_logprobs: list[OutputPromptLogprobs] = []
+    finished: list[FinishedOutput] = []
+
+
+class RequestEnded(msgspec.Struct, array_like=True, tag=2):
+    """A request ended without its engine's word (aborted while queued, or its engine died): published by the scripts `finish` and
+    `bury`, which build it with cmsgpack; the field order is theirs too."""
+
+    request_id: str
+    handle: int
+    reason: FinishReason
+    error: str | None = None
+
+
+ClientMessage = EngineCoreOutputs | RequestEnded
+
+
+class StoredChoice(msgspec.Struct, array_like=True):
+    """A choice's whole output in the record of an ended request: what a receiver with a gap, or a later one, reads."""
+
+    token_ids: bytes
+    reason: FinishReason
+    stop_reason: int | str | None = None
+    error: str | None = None
+    logprobs: list[OutputLogprobs] = []
+
+
+class StoredOutput(msgspec.Struct, array_like=True):
+    choices: list[StoredChoice]
+    num_cached_tokens: int
+    times: RequestTimes
+    prompt_logprobs: list[OutputPromptLogprobs] = []
+
+
+# Control stream of an engine. `reply_to` is a pub/sub channel, "" when nobody waits.
+
+
+class Abort(msgspec.Struct, array_like=True, tag=1):
+    """End a request, or one choice of it. Answered by a `ControlReply` when its blocks are free.
+
+    `keep` >= 0: the output is cut to that many tokens (a stop string ended inside it). With reason STOP the choice counts as
+    finished well; `stop_reason` is the string.
+    """
+
+    request_id: str
+    choice: int = -1  # -1: all
+    reason: FinishReason = FinishReason.ABORT
+    keep: int = -1
+    stop_reason: str | None = None
+    reply_to: str = ""
+
+
+class Replay(msgspec.Struct, array_like=True, tag=2):
+    """Publish again, to `client`, what choice `choice` has from `offset` on: a receiver saw a gap, or silence."""
+
+    request_id: str
+    choice: int
+    offset: int
+    client: str
+    handle: int
+
+
+class Utility(msgspec.Struct, array_like=True, tag=3):
+    """Run a named call in the engine: reset_prefix_cache, sleep, wake_up, start_profile, stop_profile, drain."""
+
+    name: str
+    arguments: list[Any] = []
+    reply_to: str = ""
+
+
+ControlCommand = Abort | Replay | Utility
+
+
+class ControlReply(msgspec.Struct, array_like=True):
+    """`ok` is False, with `error`, when the call failed. `num_tokens`: output tokens of an aborted request, summed over choices."""
+
+    ok: bool
+    value: Any = None
+    num_tokens: int = 0
+    error: str | None = None
+
+
+class EngineStats(msgspec.Struct):
+    """An engine's live snapshot, in its slot twice a second; counters count from the engine's start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_preempted_waiting: int = 0
+    kv_cache_usage: float = 0.0  # 0..1
+    num_free_blocks: int = 0
+    steps: int = 0
+    scheduled_tokens: int = 0
+    prompt_tokens: int = 0  # computed or answered by the prefix cache
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0  # tokens
+    prefix_cache_hits: int = 0  # tokens
+    preemptions: int = 0
+    finished: dict[str, int] = {}  # by finish reason, choices
+    iteration_tokens_buckets: list[int] = []  # cumulative counts under ITERATION_TOKENS_BOUNDS, +Inf last
+    iteration_tokens_sum: int = 0
+    last_step_seconds: float = 0.0
+
+
+ITERATION_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class EngineInfo(msgspec.Struct):
+    """What an engine slot says to API servers and operators."""
+
+    slot: str  # "0", "1", ...: the lowest free number at its start
+    incarnation: int
+    model: str
+    served_names: list[str]
+    fingerprint: str
+    protocol_versions: list[int]
+    tokenizer: str  # content hash of the TokenizerBundle
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+    max_logprobs: int
+    dtype: str
+    device: str
+    tensor_parallel_size: int
+    pid: int
+    host: str
+    started: float
+    state: str = "ready"  # "ready" | "draining"
+    stats: EngineStats = msgspec.field(default_factory=EngineStats)
+
+
+class TokenizerBundle(msgspec.Struct):
+    """All an API server needs of a model's files. Stored under its content hash."""
+
+    tokenizer_json: str
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    eos_token_ids: list[int]
+    generation_config: dict[str, Any]  # the sampling defaults of the model, as in generation_config.json
+    add_bos: bool = False  # kept for templates and offline use; tokenizer_json's post-processor already adds what it must
+    tokenizer_config: dict[str, Any] = {}  # further variables that chat templates may read (special tokens by name)
+
+
+def encode_column(values: Any, dtype: type[np.generic] = np.int32) -> bytes:
+    return np.ascontiguousarray(values, dtype=dtype).tobytes()
+
+
+def decode_column(payload: bytes, dtype: type[np.generic] = np.int32) -> NDArray[Any]:
+    return np.frombuffer(payload, dtype=dtype)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
+_client_message_decoder = msgspec.msgpack.Decoder(ClientMessage)
+_control_decoder = msgspec.msgpack.Decoder(ControlCommand)
+_reply_decoder = msgspec.msgpack.Decoder(ControlReply)
+_stored_decoder = msgspec.msgpack.Decoder(StoredOutput)
+_info_decoder = msgspec.msgpack.Decoder(EngineInfo)
+_bundle_decoder = msgspec.msgpack.Decoder(TokenizerBundle)
+
+encode = _encoder.encode
+decode_request = _request_decoder.decode
+decode_client_message = _client_message_decoder.decode
+decode_control = _control_decoder.decode
+decode_reply = _reply_decoder.decode
+decode_stored = _stored_decoder.decode
+decode_info = _info_decoder.decode
+decode_bundle = _bundle_decoder.decode

@@ -1,0 +1,71 @@
+"""Configuration of model, cache and parallelism: what a worker is started with. Torch-free; the engine's tree contains it.
+
+Each field is one option: its name in kebab-case is the command-line flag, `HEADRACE_` plus its name the environment variable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def option(default: Any, help: str, **more: Any) -> Any:
+    """A field of a configuration section with its help text; `more` is kept in the field's metadata."""
+    metadata = {"help": help, **more}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelConfig:
+    model: str = option("", "a safetensors directory, a .gguf file, or `demo`", positional=True)
+    dtype: str = option("auto", "float32 or bfloat16; auto: float32 on the CPU, bfloat16 on GPUs", choices=("auto", "float32", "bfloat16"))
+    device: str = option("auto", "cpu or cuda; auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    max_model_len: int | None = option(None, "longest prompt plus output in tokens (1k, 2K allowed); default: the model's own; -1: as many as fit")
+    max_logprobs: int = option(20, "most logprobs a request may ask for a token; -1: the whole vocabulary")
+    logprobs_mode: str = option("raw_logprobs", "before or after penalties, temperature and filters", choices=("raw_logprobs", "processed_logprobs"))
+    load_format: str = option("auto", "dummy: random weights from --seed, for tests and benchmarks", choices=("auto", "dummy"))
+    seed: int = option(0, "seed of dummy weights")
+
+
+@dataclass
+class CacheConfig:
+    block_size: int = option(16, "tokens in a KV block")
+    gpu_memory_utilization: float = option(0.92, "share of the device's memory for weights and KV (CPU: of the memory available, KV at most 4 GiB)")
+    kv_cache_memory_bytes: int | None = option(None, "KV memory in bytes (suffixes K, M, G), instead of --gpu-memory-utilization")
+    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of a size in bytes")
+    enable_prefix_caching: bool = option(True, "answer shared prompt prefixes from KV computed before")
+
+
+@dataclass
+class ParallelConfig:
+    tensor_parallel_size: int = option(1, "ranks that share each layer; must divide the model's key-value heads")
+    distributed_executor_backend: str = option("mp", "mp: a process a rank; uni: the worker lives in the engine's process", choices=("mp", "uni"))
+    num_threads: int = option(0, "compute threads a worker; 0: the cores left by the front end, shared among ranks")
+
+
+@dataclass
+class WorkerConfig:
+    """All that a worker process needs, as plain numbers that the engine resolved."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 512
+
+
+@dataclass
+class Capacity:
+    """What a worker reports after loading and profiling."""
+
+    max_model_len: int  # tokens: the model's own limit
+    vocab_size: int
+    eos_token_ids: list[int]
+    dtype: str
+    device: str
+    weight_bytes: int
+    block_bytes: int  # KV of one block on this rank, all layers
+    available_kv_bytes: int
+    fingerprint: str  # weights, dtype and numeric class of the kernels; equal on engines that may take over each other's requests

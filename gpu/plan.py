@@ -1,0 +1,144 @@
+"""What crosses between engine and workers: `SchedulerOutput` out, `ModelRunnerOutput` back.
+
+Torch-free, so that the engine can import it. Everything that grows with the batch is a numpy column, everything else says only
+what changed since the step before: a worker keeps one row of state a request and is told new rows, freed rows and new blocks.
+On the wire (multi-process executor) the structs are MessagePack; columns travel as their little-endian bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+
+GREEDY_EPSILON = 1e-5  # a temperature below this means argmax
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the next token of a request is chosen and when it ends; token ids only (stop strings live in the API server).
+
+    All values are resolved and validated by the API server: no None that means "the model's default".
+    `seed` is always set (drawn by the API server when the client gave none); child i of `n` samples with `child_seed(seed, i)`.
+    """
+
+    n: int = 1
+    temperature: float = 1.0  # < GREEDY_EPSILON: argmax
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    seed: int = 0  # int64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] = []  # empty: all
+    bad_words_token_ids: list[list[int]] = []
+    max_tokens: int = 16  # >= 1, resolved to the context's room when the client gave none
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    eos_token_ids: list[int] = []  # the model's; end a request with stop_reason None unless ignore_eos
+    stop_token_ids: list[int] = []  # the client's; end it with stop_reason = the id
+    logprobs: int | None = None  # None: none; k: sampled token + top k; -1: whole vocabulary
+    prompt_logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_EPSILON
+
+
+def child_seed(seed: int, choice: int) -> int:
+    """The seed of choice `choice` of a request: the request's own for choice 0, else an odd-multiplier mix in 64 bits."""
+    if choice == 0:
+        return seed
+    return ((seed & 0xFFFFFFFFFFFFFFFF) ^ (choice * 0x9E3779B97F4A7C15)) & 0x7FFFFFFFFFFFFFFF
+
+
+class NewRequest(msgspec.Struct, array_like=True):
+    """A request whole, for a row that the workers do not hold (first admission, or again after preemption)."""
+
+    row: int
+    token_ids: Int32Array  # [num_tokens] prompt and what was sampled before a preemption
+    num_prompt_tokens: int
+    num_computed_tokens: int  # > 0 on a prefix-cache hit: KV of these positions stands in the blocks already
+    block_ids: Int32Array  # [num_blocks] all blocks held, those of this step's tokens included
+    sampling: SamplingParams
+    seed: int  # child_seed of the request's seed
+
+
+class SchedulerOutput(msgspec.Struct, array_like=True):
+    """One step. Workers apply it in the order of the fields: free rows, take new requests, append blocks, then compute.
+
+    A row samples when this step computes its last known token; the worker appends the sampled token to its own row, so that a
+    decode step carries no token ids at all.
+    """
+
+    step: int
+    freed_rows: list[int]  # ended or preempted since the last step
+    new_requests: list[NewRequest]
+    grown_rows: Int32Array  # [num_new_blocks] rows held already that get a block, in order of append
+    grown_blocks: Int32Array  # [num_new_blocks] the block ids they get
+    rows: Int32Array  # [num_scheduled] rows that compute in this step
+    num_scheduled_tokens: Int32Array  # [num_scheduled] how many tokens each, >= 1
+    total_num_scheduled_tokens: int
+
+
+class SampledLogprobs(msgspec.Struct, array_like=True):
+    """Logprobs of one sampled token, for a row that asked."""
+
+    row: int
+    token_ids: Int32Array  # [1 + k] the sampled token, then the top k
+    logprobs: Float32Array  # [1 + k]
+    rank: int  # of the sampled token, 1 is the most likely
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True):
+    """Logprobs of prompt tokens computed in this step: entry i tells of the token at `position + i`, given all before it."""
+
+    row: int
+    position: int  # >= 1: the first prompt token has none
+    token_ids: Int32Array  # [num_positions, 1 + k], flattened
+    logprobs: Float32Array  # [num_positions, 1 + k], flattened
+    ranks: Int32Array  # [num_positions]
+
+
+class ModelRunnerOutput(msgspec.Struct, array_like=True):
+    step: int
+    rows: Int32Array  # [num_sampled] in the order of SchedulerOutput.rows
+    token_ids: Int32Array  # [num_sampled]
+    logprobs: list[SampledLogprobs]
+    prompt_logprobs: list[PromptLogprobs]
+    failed_rows: dict[int, str]  # row -> why; that request ends with an error, the others go on
+    forward_seconds: float
+
+
+def _encode_column(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    raise NotImplementedError(f"{type(value)} does not cross between engine and workers")
+
+
+def _decode_column(kind: Any, value: Any) -> Any:
+    dtype = np.float32 if kind == Float32Array else np.int32
+    return np.frombuffer(value, dtype=dtype)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_column)
+_plan_decoder = msgspec.msgpack.Decoder(SchedulerOutput, dec_hook=_decode_column)
+_output_decoder = msgspec.msgpack.Decoder(ModelRunnerOutput, dec_hook=_decode_column)
+
+
+def encode(message: SchedulerOutput | ModelRunnerOutput) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_plan(payload: bytes) -> SchedulerOutput:
+    return _plan_decoder.decode(payload)
+
+
+def decode_output(payload: bytes) -> ModelRunnerOutput:
+    return _output_decoder.decode(payload)
