@@ -115,7 +115,17 @@ class RequestEnded(msgspec.Struct, array_like=True, tag=2):
     error: str | None = None
 
 
-ClientMessage = EngineCoreOutputs | RequestEnded
+class ControlReply(msgspec.Struct, array_like=True, tag=3):
+    """Answer to a control command, on the asker's own channel. `ok` is False, with `error`, when the call failed."""
+
+    token: str  # the command's
+    ok: bool = True
+    value: Any = None
+    num_tokens: int = 0  # output tokens of an aborted request, summed over its choices
+    error: str | None = None
+
+
+ClientMessage = EngineCoreOutputs | RequestEnded | ControlReply
 
 
 class StoredChoice(msgspec.Struct, array_like=True):
@@ -135,7 +145,8 @@ class StoredOutput(msgspec.Struct, array_like=True):
     prompt_logprobs: list[OutputPromptLogprobs] = []
 
 
-# Control stream of an engine. `reply_to` is a pub/sub channel, "" when nobody waits.
+# Control stream of an engine. `reply_to` is the client (as in EngineCoreRequest.client) that waits for a `ControlReply`, "" when
+# nobody does; `token` is the asker's own mark on it.
 
 
 class Abort(msgspec.Struct, array_like=True, tag=1):
@@ -151,6 +162,7 @@ class Abort(msgspec.Struct, array_like=True, tag=1):
     keep: int = -1
     stop_reason: str | None = None
     reply_to: str = ""
+    token: str = ""
 
 
 class Replay(msgspec.Struct, array_like=True, tag=2):
@@ -169,18 +181,10 @@ class Utility(msgspec.Struct, array_like=True, tag=3):
     name: str
     arguments: list[Any] = []
     reply_to: str = ""
+    token: str = ""
 
 
 ControlCommand = Abort | Replay | Utility
-
-
-class ControlReply(msgspec.Struct, array_like=True):
-    """`ok` is False, with `error`, when the call failed. `num_tokens`: output tokens of an aborted request, summed over choices."""
-
-    ok: bool
-    value: Any = None
-    num_tokens: int = 0
-    error: str | None = None
 
 
 class EngineStats(msgspec.Struct):
@@ -259,7 +263,6 @@ _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
 _client_message_decoder = msgspec.msgpack.Decoder(ClientMessage)
 _control_decoder = msgspec.msgpack.Decoder(ControlCommand)
-_reply_decoder = msgspec.msgpack.Decoder(ControlReply)
 _stored_decoder = msgspec.msgpack.Decoder(StoredOutput)
 _info_decoder = msgspec.msgpack.Decoder(EngineInfo)
 _bundle_decoder = msgspec.msgpack.Decoder(TokenizerBundle)
@@ -268,7 +271,6 @@ encode = _encoder.encode
 decode_request = _request_decoder.decode
 decode_client_message = _client_message_decoder.decode
 decode_control = _control_decoder.decode
-decode_reply = _reply_decoder.decode
 decode_stored = _stored_decoder.decode
 decode_info = _info_decoder.decode
 decode_bundle = _bundle_decoder.decode
