@@ -1,0 +1,7 @@
+"""Errors of the model house that other houses show to people. Torch-free."""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """A model path cannot be served; the message is one sentence that says why and, where there is one, what to do."""
