@@ -1,0 +1,106 @@
+"""Sampling by the Gumbel-max trick: argmax(logits + noise) is a draw from softmax(logits) (Gumbel 1954).
+
+The noise of a token comes from the counter-based generator Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
+3"): key = the request's seed, counter = (token id // 4, position), word token id % 4. It depends on (seed, position, token id) alone,
+so that a request draws the same tokens in every batch, after every preemption and on every device: only correctly rounded
+float32 operations follow, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+
+from kernels import reference
+from kernels.cpu_math import log_float32
+
+CHUNK = 64  # tokens whose noise is made at once, in vector registers
+MAX_NOISE = np.float32(16.64)  # -log(-log(1 - 2**-24)), rounded up: the largest noise there is
+_MINUS_INFINITY = np.float32(-np.inf)
+
+
+def gumbel_argmax(logits: torch.Tensor, greedy: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Draws a token a row; the lowest id among equals. Tokens at -inf are never drawn unless all are.
+
+    logits    [num_rows, vocab] float32, temperature and filters applied
+    greedy    [num_rows] bool: argmax without noise
+    seeds     [num_rows] int64
+    positions [num_rows] int64: the index that the drawn token will have in its request
+    Returns [num_rows] int64.
+    """
+    if logits.device.type != "cpu":
+        return reference.gumbel_argmax(logits, greedy, seeds, positions)
+    drawn = torch.empty(logits.shape[0], dtype=torch.int64)
+    _draw(drawn.numpy(), logits.numpy(), greedy.numpy(), seeds.numpy(), positions.numpy())
+    return drawn
+
+
+def gumbel_noise(seed: int, position: int, num_tokens: int) -> torch.Tensor:
+    """The noise of tokens 0..num_tokens-1, [num_tokens] float32, by the CPU's code."""
+    noise = np.empty((num_tokens + CHUNK - 1) // CHUNK * CHUNK, np.float32)
+    _fill_all(noise, np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.uint64(position))
+    return torch.from_numpy(noise[:num_tokens])
+
+
+@numba.njit(inline="always")
+def _fill(noise, words, key, position, first):  # type: ignore[no-untyped-def]
+    """noise[j] = noise of token first + j, for j < CHUNK; first is a multiple of four."""
+    mask = np.uint64(0xFFFFFFFF)
+    shift = np.uint64(32)
+    for quad in range(CHUNK // 4):
+        c0 = np.uint64(first // 4 + quad)
+        c1 = np.uint64(0)
+        c2 = position & mask
+        c3 = position >> shift
+        k0 = key & mask
+        k1 = key >> shift
+        for _ in range(10):
+            product0 = np.uint64(0xD2511F53) * c0
+            product1 = np.uint64(0xCD9E8D57) * c2
+            c0, c1, c2, c3 = (product1 >> shift) ^ c1 ^ k0, product1 & mask, (product0 >> shift) ^ c3 ^ k1, product0 & mask
+            k0 = (k0 + np.uint64(0x9E3779B9)) & mask
+            k1 = (k1 + np.uint64(0xBB67AE85)) & mask
+        words[0, quad] = c0
+        words[1, quad] = c1
+        words[2, quad] = c2
+        words[3, quad] = c3
+    for j in range(CHUNK):
+        # 23 bits and a half: (0, 1) without its ends, exact in float32.
+        uniform = (np.float32(words[j % 4, j // 4] >> np.uint32(9)) + np.float32(0.5)) * np.float32(1.1920928955078125e-07)
+        noise[j] = -log_float32(-log_float32(uniform))
+
+
+@numba.njit(cache=True, nogil=True)
+def _fill_all(noise, key, position):  # type: ignore[no-untyped-def]
+    words = np.empty((4, CHUNK // 4), np.uint32)
+    for first in range(0, len(noise), CHUNK):
+        _fill(noise[first : first + CHUNK], words, key, position, first)
+
+
+@numba.njit(cache=True, nogil=True)
+def _draw(drawn, logits, greedy, seeds, positions):  # type: ignore[no-untyped-def]
+    vocab = logits.shape[1]
+    noise = np.empty(CHUNK, np.float32)
+    words = np.empty((4, CHUNK // 4), np.uint32)
+    for i in range(logits.shape[0]):
+        row = logits[i]
+        best = np.argmax(row)
+        if greedy[i] or row[best] == _MINUS_INFINITY:
+            drawn[i] = best
+            continue
+        key, position = np.uint64(seeds[i]), np.uint64(positions[i])
+        # The likeliest token's own score bounds the winner's from below: what cannot reach it even with the largest noise is skipped.
+        start = best // CHUNK * CHUNK
+        _fill(noise, words, key, position, start)
+        best_score = row[best] + noise[best - start]
+        for first in range(0, vocab, CHUNK):
+            chunk = row[first : min(first + CHUNK, vocab)]
+            if np.max(chunk) + MAX_NOISE < best_score:
+                continue
+            _fill(noise, words, key, position, first)
+            for j in range(len(chunk)):
+                score = chunk[j] + noise[j]
+                if score > best_score or (score == best_score and first + j < best):
+                    best, best_score = first + j, score
+        drawn[i] = best

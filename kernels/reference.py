@@ -1,0 +1,138 @@
+"""Plain-torch twins of every kernel, for any device: what the kernels are tested against, and what runs where there is no kernel."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def paged_attention(query, key_cache, value_cache, block_tables, rows, query_start, context_lens, scale, window):  # type: ignore[no-untyped-def]
+    """As `attention.paged_attention`; gathers one request's KV after the other."""
+    out = torch.empty_like(query)
+    starts, lengths = query_start.tolist(), context_lens.tolist()
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, block_size = key_cache.shape[1], key_cache.shape[3]
+    for i, row in enumerate(rows.tolist()):
+        begin, end, length = starts[i], starts[i + 1], lengths[i]
+        blocks = block_tables[row, : -(-length // block_size)].long()
+        keys = key_cache[blocks].permute(1, 0, 3, 2).reshape(num_kv_heads, -1, head_dim)[:, :length]
+        values = value_cache[blocks].permute(1, 0, 2, 3).reshape(num_kv_heads, -1, head_dim)[:, :length]
+        key_positions = torch.arange(length, device=query.device)
+        positions = torch.arange(length - (end - begin), length, device=query.device).unsqueeze(1)
+        seen = key_positions <= positions
+        if window > 0:
+            seen &= key_positions > positions - window
+        attended = F.scaled_dot_product_attention(
+            query[begin:end].transpose(0, 1).unsqueeze(0),
+            keys.repeat_interleave(num_heads // num_kv_heads, 0).unsqueeze(0),
+            values.repeat_interleave(num_heads // num_kv_heads, 0).unsqueeze(0),
+            attn_mask=seen,
+            scale=scale,
+        )
+        out[begin:end] = attended[0].transpose(0, 1)
+    return out
+
+
+def kv_write(key, value, key_cache, value_cache, slots):  # type: ignore[no-untyped-def]
+    block_size = key_cache.shape[3]
+    blocks, offsets = slots // block_size, slots % block_size
+    key_cache[blocks, :, :, offsets] = key
+    value_cache[blocks, :, offsets] = value
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return weight * wide.to(x.dtype)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    residual += x
+    return rms_norm(residual, weight, epsilon)
+
+
+def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    cos, sin = cos_sin[positions].to(x.dtype).unsqueeze(1).chunk(2, dim=-1)
+    a, b = x.chunk(2, dim=-1)
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    x.copy_(turned)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def apply_penalties(logits, token_ids, rows, num_prompt_tokens, num_tokens, presence, frequency, repetition):  # type: ignore[no-untyped-def]
+    prompt_lens, lens = num_prompt_tokens.tolist(), num_tokens.tolist()
+    for i, row in enumerate(rows.tolist()):
+        tokens = token_ids[row, : lens[i]].long()
+        counts = torch.bincount(tokens[prompt_lens[i] :], minlength=logits.shape[1])
+        seen = tokens.unique()
+        logit = logits[i, seen]
+        logits[i, seen] = torch.where(logit > 0, logit / repetition[i], logit * repetition[i])
+        logits[i] -= frequency[i] * counts
+        logits[i] -= presence[i] * (counts > 0)
+
+
+def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
+    vocab = logits.shape[1]
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    last = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab).long() - 1
+    ordered = ordered.masked_fill(ordered < ordered.gather(1, last.unsqueeze(1)), -torch.inf)
+    probabilities = ordered.softmax(dim=-1, dtype=torch.float64)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    limit = torch.where(top_p < 1, top_p.double(), 2.0).unsqueeze(1)
+    dropped = before >= limit
+    dropped[:, 0] = False
+    logits.scatter_(1, order, ordered.masked_fill(dropped, -torch.inf))
+
+
+def log_float32(x: torch.Tensor) -> torch.Tensor:
+    """As `cpu_math.log_float32`, operation by operation: the same bits."""
+    bits = x.view(torch.int32)
+    exponent = ((bits >> 23) - 126).float()
+    mantissa = ((bits & 0x007FFFFF) | 0x3F000000).view(torch.float32)
+    low = mantissa < 0.707106781186547524
+    e = exponent - low.float()
+    f = torch.where(low, mantissa + mantissa, mantissa) - 1.0
+    z = f * f
+    p = 7.0376836292e-2 * f + -1.1514610310e-1
+    for coefficient in (
+        1.1676998740e-1,
+        -1.2420140846e-1,
+        1.4249322787e-1,
+        -1.6668057665e-1,
+        2.0000714765e-1,
+        -2.4999993993e-1,
+        3.3333331174e-1,
+    ):
+        p = p * f + coefficient
+    y = p * f * z
+    y = y + e * -2.12194440e-4
+    y = y - z * 0.5
+    return (f + y) + e * 0.693359375
+
+
+def gumbel_noise(seed: int, position: int, token_ids: torch.Tensor) -> torch.Tensor:
+    """Noise of `token_ids` (int64, any shape), float32. Words are 32 bits held in int64, whose products wrap modulo 2**64 as wanted."""
+    mask = 0xFFFFFFFF
+    c0, c1 = token_ids // 4, torch.zeros_like(token_ids)
+    c2, c3 = torch.full_like(token_ids, position & mask), torch.full_like(token_ids, position >> 32 & mask)
+    k0, k1 = seed & mask, seed >> 32 & mask
+    for _ in range(10):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (product1 >> 32 & mask) ^ c1 ^ k0, product1 & mask, (product0 >> 32 & mask) ^ c3 ^ k1, product0 & mask
+        k0, k1 = k0 + 0x9E3779B9 & mask, k1 + 0xBB67AE85 & mask
+    words = torch.stack((c0, c1, c2, c3)).gather(0, (token_ids % 4).unsqueeze(0))[0]
+    uniform = ((words >> 9).float() + 0.5) * 1.1920928955078125e-07
+    return -log_float32(-log_float32(uniform))
+
+
+def gumbel_argmax(logits: torch.Tensor, greedy: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    scores = logits.clone()
+    token_ids = torch.arange(logits.shape[1], device=logits.device)
+    for i, (row_greedy, seed, position) in enumerate(zip(greedy.tolist(), seeds.tolist(), positions.tolist(), strict=True)):
+        if not row_greedy:
+            scores[i] += gumbel_noise(seed, position, token_ids)
+    return scores.argmax(dim=-1)

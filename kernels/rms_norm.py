@@ -1,0 +1,59 @@
+"""Root mean square normalisation (Zhang and Sennrich 2019, arXiv 1910.07467), alone or after adding a residual."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+
+from kernels import reference
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x / sqrt(mean(x**2) + epsilon) * weight over the last dimension; statistics in float32, the product in x's dtype.
+
+    x [..., hidden], weight [hidden]; returns a new tensor of x's shape.
+    """
+    if x.device.type != "cpu" or x.dtype != torch.float32:
+        return reference.rms_norm(x, weight, epsilon)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    hidden = x.shape[-1]
+    _normalize(out.view(-1, hidden).numpy(), x.view(-1, hidden).numpy(), weight.numpy(), np.float32(epsilon))
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """residual += x, in place; returns rms_norm(residual). x, residual [num_tokens, hidden], contiguous."""
+    if x.device.type != "cpu" or x.dtype != torch.float32:
+        return reference.add_rms_norm(x, residual, weight, epsilon)
+    out = torch.empty_like(x)
+    _add_normalize(out.numpy(), x.numpy(), residual.numpy(), weight.numpy(), np.float32(epsilon))
+    return out
+
+
+# Reassociation lets the sum of squares run in vector lanes; the order depends on the row's length alone.
+@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
+def _normalize(out, x, weight, epsilon):  # type: ignore[no-untyped-def]
+    hidden = x.shape[1]
+    for row in range(x.shape[0]):
+        squares = np.float32(0.0)
+        for i in range(hidden):
+            squares += x[row, i] * x[row, i]
+        scale = np.float32(1.0) / np.sqrt(squares / np.float32(hidden) + epsilon)
+        for i in range(hidden):
+            out[row, i] = weight[i] * (x[row, i] * scale)
+
+
+@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
+def _add_normalize(out, x, residual, weight, epsilon):  # type: ignore[no-untyped-def]
+    hidden = x.shape[1]
+    for row in range(x.shape[0]):
+        squares = np.float32(0.0)
+        for i in range(hidden):
+            sum_now = residual[row, i] + x[row, i]
+            residual[row, i] = sum_now
+            squares += sum_now * sum_now
+        scale = np.float32(1.0) / np.sqrt(squares / np.float32(hidden) + epsilon)
+        for i in range(hidden):
+            out[row, i] = weight[i] * (residual[row, i] * scale)

@@ -1,0 +1,33 @@
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864) in the two-halves layout: dimension i turns with i + head_dim / 2."""
+
+from __future__ import annotations
+
+import numba
+import torch
+
+from kernels import reference
+
+
+def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """Turns x in place.
+
+    x         [num_tokens, num_heads, head_dim], last dimension contiguous (a slice of the fused projection is fine)
+    positions [num_tokens] int64
+    cos_sin   [num_positions, head_dim] float32: cosines of the head_dim / 2 angles, then their sines
+    """
+    if x.device.type != "cpu" or x.dtype != torch.float32:
+        reference.rope(x, positions, cos_sin)
+        return
+    _rotate(x.numpy(), positions.numpy(), cos_sin.numpy())
+
+
+@numba.njit(cache=True, nogil=True)
+def _rotate(x, positions, cos_sin):  # type: ignore[no-untyped-def]
+    half = x.shape[2] // 2
+    for token in range(x.shape[0]):
+        angles = cos_sin[positions[token]]
+        for head in range(x.shape[1]):
+            for i in range(half):
+                a, b = x[token, head, i], x[token, head, i + half]
+                x[token, head, i] = a * angles[i] - b * angles[i + half]
+                x[token, head, i + half] = b * angles[i] + a * angles[i + half]

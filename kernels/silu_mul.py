@@ -1,0 +1,29 @@
+"""The gate of a SwiGLU MLP (Shazeer 2020, arXiv 2002.05202): silu(gate) * up."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+
+from kernels import reference
+from kernels.cpu_math import exp_float32
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [num_tokens, 2 * intermediate] holds the gate, then up; returns [num_tokens, intermediate]."""
+    if gate_up.device.type != "cpu" or gate_up.dtype != torch.float32:
+        return reference.silu_mul(gate_up)
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    _gate(out.numpy(), gate_up.numpy())
+    return out
+
+
+@numba.njit(cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
+def _gate(out, gate_up):  # type: ignore[no-untyped-def]
+    intermediate = out.shape[1]
+    for token in range(out.shape[0]):
+        gates = gate_up[token, :intermediate]
+        ups = gate_up[token, intermediate:]
+        for i in range(intermediate):
+            out[token, i] = gates[i] / (np.float32(1.0) + exp_float32(-gates[i])) * ups[i]

@@ -1,0 +1,87 @@
+"""Top-k and nucleus (top-p; Holtzman et al. 2019, arXiv 1904.09751) filters on logits."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+
+from kernels import reference
+from kernels.cpu_math import exp_float32
+
+_MINUS_INFINITY = np.float32(-np.inf)
+
+
+def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
+    """Sets filtered logits to -inf, in place: first top-k, then top-p among what is left.
+
+    Top-k keeps the k highest and what ties with the k-th. Top-p keeps the shortest run of tokens, likeliest first and lower token ids
+    first among equals, whose probabilities reach top_p; at least one.
+
+    logits [num_rows, vocab] float32, top_k [num_rows] int32 (0: off), top_p [num_rows] float32 (1: off)
+    """
+    if logits.device.type != "cpu":
+        reference.apply_top_k_top_p(logits, top_k, top_p)
+        return
+    _filter(logits.numpy(), top_k.numpy(), top_p.numpy())
+
+
+@numba.njit(cache=True, nogil=True)
+def _filter(logits, top_k, top_p):  # type: ignore[no-untyped-def]
+    for i in range(logits.shape[0]):
+        row = logits[i]
+        if 0 < top_k[i] < len(row):
+            threshold = _kth_highest(row, top_k[i])
+            for token in range(len(row)):
+                if row[token] < threshold:
+                    row[token] = _MINUS_INFINITY
+        if top_p[i] < 1:
+            _keep_nucleus(row, top_p[i])
+
+
+@numba.njit(cache=True, nogil=True)
+def _kth_highest(row, k):  # type: ignore[no-untyped-def]
+    """By a heap of the k highest so far, its smallest on top: one comparison for most of the vocabulary."""
+    heap = np.full(k, _MINUS_INFINITY)
+    for token in range(len(row)):
+        value = row[token]
+        if value <= heap[0]:
+            continue
+        hole = 0
+        while True:
+            child = 2 * hole + 1
+            if child >= k:
+                break
+            if child + 1 < k and heap[child + 1] < heap[child]:
+                child += 1
+            if heap[child] >= value:
+                break
+            heap[hole] = heap[child]
+            hole = child
+        heap[hole] = value
+    return heap[0]
+
+
+@numba.njit(cache=True, nogil=True)
+def _keep_nucleus(row, top_p):  # type: ignore[no-untyped-def]
+    highest = np.max(row)
+    probabilities = np.empty(len(row), np.float32)
+    for token in range(len(row)):
+        probabilities[token] = exp_float32(row[token] - highest) if row[token] > _MINUS_INFINITY else np.float32(0.0)
+    total = 0.0
+    for token in range(len(row)):
+        total += probabilities[token]
+    # Tokens below (1 - top_p) / vocab together weigh less than 1 - top_p, so that the nucleus is full before the first of them:
+    # only the others need to be sorted.
+    lightest = np.float32((1.0 - top_p) / len(row) * total)
+    candidates = np.nonzero(probabilities >= lightest)[0]
+    weights = probabilities[candidates]
+    order = np.argsort(-weights, kind="mergesort")  # stable: lower token ids first among equals
+    before = 0.0
+    for token in range(len(row)):
+        if probabilities[token] < lightest:
+            row[token] = _MINUS_INFINITY
+    for j in range(len(order)):
+        if j > 0 and before >= top_p * total:
+            row[candidates[order[j]]] = _MINUS_INFINITY
+        before += weights[order[j]]
