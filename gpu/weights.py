@@ -17,12 +17,16 @@ from typing import Any
 import numpy as np
 import safetensors
 import torch
+from numpy.typing import NDArray
 
 from gpu.errors import CheckpointError
+from gpu.gguf import GGUFFile, TensorInfo, gguf_name, hf_config, permuted_heads
 from gpu.models.config import ArchitectureConfig
+from gpu.quantization import SUPPORTED_TYPES, dequantize
 
-__all__ = ["Checkpoint", "CheckpointError", "DummyCheckpoint", "SafetensorsCheckpoint", "open_checkpoint"]
+__all__ = ["Checkpoint", "CheckpointError", "DummyCheckpoint", "GGUFCheckpoint", "SafetensorsCheckpoint", "open_checkpoint"]
 
+_CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB of float32, which stays in the cache
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors
 
 
@@ -74,14 +78,14 @@ class Checkpoint(ABC):
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """A safetensors directory. Every tensor the architecture needs is known to be there, in its shape, when this returns.
+    """A GGUF file or a safetensors directory. Every tensor the architecture needs is there, in its shape, when this returns.
 
     Raises CheckpointError with the reason otherwise.
     """
     place = Path(path).expanduser()
     if not place.exists():
         raise CheckpointError(f"there is no model at {path}")
-    return SafetensorsCheckpoint(place)
+    return SafetensorsCheckpoint(place) if place.is_dir() else GGUFCheckpoint(place)
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -123,6 +127,78 @@ class SafetensorsCheckpoint(Checkpoint):
         self._file_of.clear()
 
 
+class GGUFCheckpoint(Checkpoint):
+    """A GGUF file, dequantized as it is read."""
+
+    def __init__(self, path: Path):
+        self._file = GGUFFile(path)
+        try:
+            super().__init__(ArchitectureConfig.from_hf_config(hf_config(self._file)))
+            found = {name: self._file.tensors.get(gguf_name(name)) for name in self.shapes}
+            self._tensors = {name: tensor for name, tensor in found.items() if tensor is not None}
+            _check_shapes(self, {name: tensor.shape for name, tensor in self._tensors.items()})
+            self._check_types()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _check_types(self) -> None:
+        for tensor in self._tensors.values():
+            if tensor.type not in SUPPORTED_TYPES:
+                known = ", ".join(sorted(type.name for type in SUPPORTED_TYPES))
+                raise CheckpointError(
+                    f"tensor {tensor.name} of {self.describe()} is quantized as {tensor.type.name}; supported are {known}"
+                )
+
+    def _read(self, name: str, dtype: torch.dtype, rows: range, columns: range | None) -> torch.Tensor:
+        tensor = self._tensors[name]
+        if columns is None and len(tensor.shape) == 1:
+            return self._read_vector(name, tensor)[rows.start : rows.stop].to(dtype)
+        assert columns is not None
+        result = torch.empty(len(rows), len(columns), dtype=dtype)
+        step = max(1, _CHUNK_ELEMENTS // tensor.shape[1])
+        for start in range(0, len(rows), step):
+            wanted = rows[start : start + step]
+            result[start : start + len(wanted)] = torch.from_numpy(self._read_rows(name, tensor, wanted, columns))
+        return result
+
+    def _read_rows(self, name: str, tensor: TensorInfo, rows: range, columns: range) -> NDArray[np.float32]:
+        """[len(rows), len(columns)]: only the blocks that hold them are dequantized."""
+        source = self._source_rows(name, tensor.shape[0])[rows.start : rows.stop]
+        first, last = int(source.min()), int(source.max())
+        blocks = np.frombuffer(self._file.read_rows(tensor, first, last + 1), np.uint8).reshape(-1, tensor.row_bytes)
+        size = tensor.block_size
+        block_bytes = tensor.row_bytes * size // tensor.shape[1]
+        first_block, stop_block = columns.start // size, -(-columns.stop // size)
+        wanted = blocks[source - first, first_block * block_bytes : stop_block * block_bytes]
+        offset = columns.start - first_block * size
+        return dequantize(wanted, tensor.type)[:, offset : offset + len(columns)]
+
+    def _read_vector(self, name: str, tensor: TensorInfo) -> torch.Tensor:
+        blocks = np.frombuffer(self._file.read_rows(tensor, 0, 1), np.uint8).reshape(1, -1)
+        return torch.from_numpy(dequantize(blocks, tensor.type)[0][self._source_rows(name, tensor.shape[0])])
+
+    def _source_rows(self, name: str, num_rows: int) -> NDArray[np.intp]:
+        """For each row in Hugging Face's order, the row in the file.
+
+        Within a head of a llama file, dimensions i and i + head_dim / 2, which rotate together, stand side by side.
+        """
+        index = np.arange(num_rows)
+        heads = permuted_heads(self._file, name, self.config.num_heads, self.config.num_kv_heads)
+        return index.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1) if heads else index
+
+    def content_hash(self) -> str:
+        digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode())
+        digest.update(b"%d" % self._file.size + self._file.read(0, self._file.header_bytes) + _sample(self._file.path))
+        return digest.hexdigest()
+
+    def describe(self) -> str:
+        return str(self._file.path)
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class DummyCheckpoint(Checkpoint):
     """Random weights for tests and benchmarks: uniform noise with variance 1/in_features, norms 1.
 
@@ -150,7 +226,7 @@ class DummyCheckpoint(Checkpoint):
         return "the dummy checkpoint"
 
 
-def _noise(seed: int, name: str, start: int, count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _noise(seed: int, name: str, start: int, count: int) -> NDArray[np.float32]:
     """Elements start..start+count-1 of the stream of (seed, name): float32, uniform, mean 0, variance 1.
 
     Philox is counter-based, so that the middle of a stream costs no more than its head; a counter gives 4 words of 64 bits.
