@@ -1,0 +1,351 @@
+"""The way to Redis: `Bus` (blocking, any thread) and `AsyncBus` (asyncio) run the calls of engine/calls.py; subscriptions listen.
+
+Both send a call again, with backoff, while Redis is away or loads, and raise BusUnavailable when their patience ends. That is right
+because every call may be sent twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar, cast
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    ConnectionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
+from redis.retry import Retry
+
+from engine.scripts import BusUnavailable as BusUnavailable
+from engine.scripts import Call as Call
+from engine.scripts import Fenced as Fenced
+
+T = TypeVar("T")
+
+TIMEOUT = 2.0  # seconds for one answer
+PATIENCE = 5.0  # seconds after which an operation gives up
+MAX_BLOCK = 5.0  # seconds that a blocking read may ask for
+FIRST_PAUSE = 0.02
+LONGEST_PAUSE = 0.5
+PING_INTERVAL = 5.0  # seconds of silence after which a subscription asks whether the connection still lives
+
+# Redis is there but cannot serve now. Others (a script's own error, a wrong password) do not get better by waiting.
+_PASSING = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError)
+_LASTING = (AuthenticationError, AuthorizationError)
+
+
+def _options(timeout: float) -> dict[str, Any]:
+    """Keyword arguments of a connection pool. Answers come raw (RESP2) and retrying is the bus's own business."""
+    return {"socket_timeout": timeout, "socket_connect_timeout": timeout, "protocol": 2}
+
+
+def _translate(error: Exception) -> Exception:
+    """What an error of redis-py means to the callers of the bus."""
+    message = str(error)
+    if isinstance(error, ResponseError) and message.startswith("FENCED"):
+        return Fenced(message)
+    if isinstance(error, OutOfMemoryError) or message.startswith(("OOM", "MISCONF", "MASTERDOWN")):
+        return BusUnavailable(message)
+    return error
+
+
+class _Patience:
+    """How long to go on trying, and the pauses between."""
+
+    def __init__(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._pause = FIRST_PAUSE
+
+    def pause(self, error: Exception) -> float:
+        """Seconds to wait before the next try; raises BusUnavailable when there is no time for one."""
+        if isinstance(error, _LASTING) or time.monotonic() + self._pause > self._deadline:
+            raise BusUnavailable(f"Redis: {error}") from error
+        pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        return pause
+
+
+def _first_error(answers: list[Any], keep_errors: bool) -> list[Any]:
+    for answer in answers:
+        if isinstance(answer, _PASSING) or (isinstance(answer, Exception) and not keep_errors):
+            raise answer
+    return answers
+
+
+class Bus:
+    """Blocking. Connections are pooled; one bus serves all threads of a process. Must not be used across a fork."""
+
+    def __init__(self, url: str, *, timeout: float = TIMEOUT, patience: float = PATIENCE, max_connections: int = 16) -> None:
+        self.url = url
+        self.patience = patience
+        self.timeout = timeout
+        self._client = self._connect(timeout, max_connections)
+        self._blocking = self._connect(timeout + MAX_BLOCK, max_connections)
+
+    def _connect(self, timeout: float, max_connections: int) -> redis.Redis:
+        pool = redis.BlockingConnectionPool.from_url(
+            self.url, max_connections=max_connections, timeout=timeout, retry=Retry(NoBackoff(), 0), **_options(timeout)
+        )
+        client = redis.Redis(connection_pool=pool)
+        client.response_callbacks.clear()
+        return client
+
+    def run(self, call: Call[T]) -> T:
+        """The call's result. Raises BusUnavailable, Fenced, and redis.ResponseError for what is a fault of the program."""
+        while True:
+            result = call.decode(self._answer(call))
+            if not isinstance(result, Call):
+                return result
+            call = result
+
+    def _answer(self, call: Call[Any]) -> Any:
+        patience = _Patience(self.patience)
+        while True:
+            try:
+                return self._send(call)
+            except _PASSING as error:
+                time.sleep(patience.pause(error))
+            except RedisError as error:
+                raise _translate(error) from error
+
+    def _send(self, call: Call[Any]) -> Any:
+        client = self._blocking if call.block else self._client
+        if call.script is not None:
+            try:
+                return client.execute_command(*call.evalsha())
+            except NoScriptError:
+                return client.execute_command(*call.eval())
+        if not call.commands:
+            return []
+        if len(call.commands) == 1 and not call.keep_errors:
+            return [client.execute_command(*call.commands[0])]
+        with client.pipeline(transaction=call.transaction) as pipeline:
+            for command in call.commands:
+                pipeline.execute_command(*command)
+            return _first_error(pipeline.execute(raise_on_error=False), call.keep_errors)
+
+    @contextmanager
+    def subscribe(self, *channels: str) -> Iterator[Subscription]:
+        """Listen to channels; returns once Redis has confirmed them."""
+        subscription = Subscription(self.url, channels, self.timeout)
+        try:
+            yield subscription
+        finally:
+            subscription.close()
+
+    def close(self) -> None:
+        for client in (self._client, self._blocking):
+            client.close()
+            client.connection_pool.disconnect()
+
+    def __enter__(self) -> Bus:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class Subscription:
+    """One connection that listens to channels. It never reconnects by itself: a hole in what was heard must be seen, so that its owner
+    subscribes anew and asks for what it missed. Raises BusUnavailable where the connection broke or fell silent."""
+
+    def __init__(self, url: str, channels: tuple[str, ...], timeout: float = TIMEOUT) -> None:
+        pool = redis.ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 0), **_options(timeout))
+        self._pool = pool
+        self._connection = pool.make_connection()
+        self._timeout = timeout
+        try:
+            self._connection.connect()
+            self._connection.send_command("SUBSCRIBE", *channels)
+            for _ in channels:
+                self._connection.read_response(timeout=timeout)
+        except (RedisError, OSError) as error:
+            self.close()
+            raise BusUnavailable(f"Redis: {error}") from error
+        self._heard = time.monotonic()
+        self._asked = False
+
+    def get(self, timeout: float) -> tuple[str, bytes] | None:
+        """The next (channel, payload), or None after `timeout` seconds without one."""
+        deadline = time.monotonic() + timeout
+        while True:
+            message = self._read(max(0.0, min(deadline - time.monotonic(), self._next_check())))
+            if message is not None and message[0] == b"message":
+                return message[1].decode(), message[2]
+            if time.monotonic() >= deadline:
+                return None
+
+    def _next_check(self) -> float:
+        """Seconds until the connection's life must be questioned: a silent peer is asked once, then given the timeout."""
+        silence = time.monotonic() - self._heard
+        if self._asked and silence > PING_INTERVAL + self._timeout:
+            raise BusUnavailable("Redis: the subscribed connection is silent")
+        if not self._asked and silence > PING_INTERVAL:
+            self._asked = True
+            try:
+                self._connection.send_command("PING", check_health=False)
+            except (RedisError, OSError) as error:
+                raise BusUnavailable(f"Redis: {error}") from error
+        return PING_INTERVAL
+
+    def _read(self, timeout: float) -> Any:
+        try:
+            if not self._connection.can_read(timeout):
+                return None
+            message = self._connection.read_response(timeout=self._timeout)
+        except (RedisError, OSError) as error:
+            raise BusUnavailable(f"Redis: {error}") from error
+        self._heard, self._asked = time.monotonic(), False
+        return message
+
+    def close(self) -> None:
+        self._connection.disconnect()
+        self._pool.disconnect()
+
+
+class AsyncBus:
+    """The same for asyncio; belongs to one event loop."""
+
+    def __init__(self, url: str, *, timeout: float = TIMEOUT, patience: float = PATIENCE, max_connections: int = 64) -> None:
+        self.url = url
+        self.patience = patience
+        self.timeout = timeout
+        self._client = self._connect(timeout, max_connections)
+        self._blocking = self._connect(timeout + MAX_BLOCK, max_connections)
+
+    def _connect(self, timeout: float, max_connections: int) -> redis.asyncio.Redis:
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            self.url, max_connections=max_connections, timeout=timeout, retry=AsyncRetry(NoBackoff(), 0), **_options(timeout)
+        )
+        client = redis.asyncio.Redis(connection_pool=pool)
+        client.response_callbacks.clear()
+        return client
+
+    async def run(self, call: Call[T]) -> T:
+        """As Bus.run."""
+        while True:
+            result = call.decode(await self._answer(call))
+            if not isinstance(result, Call):
+                return result
+            call = result
+
+    async def _answer(self, call: Call[Any]) -> Any:
+        patience = _Patience(self.patience)
+        while True:
+            try:
+                return await self._send(call)
+            except _PASSING as error:
+                await asyncio.sleep(patience.pause(error))
+            except RedisError as error:
+                raise _translate(error) from error
+
+    async def _send(self, call: Call[Any]) -> Any:
+        client = self._blocking if call.block else self._client
+        if call.script is not None:
+            try:
+                return await client.execute_command(*call.evalsha())
+            except NoScriptError:
+                return await client.execute_command(*call.eval())
+        if not call.commands:
+            return []
+        if len(call.commands) == 1 and not call.keep_errors:
+            return [await client.execute_command(*call.commands[0])]
+        async with client.pipeline(transaction=call.transaction) as pipeline:
+            for command in call.commands:
+                pipeline.execute_command(*command)
+            return _first_error(await pipeline.execute(raise_on_error=False), call.keep_errors)
+
+    @asynccontextmanager
+    async def subscribe(self, *channels: str) -> AsyncIterator[AsyncSubscription]:
+        """As Bus.subscribe."""
+        subscription = AsyncSubscription(self.url, channels, self.timeout)
+        await subscription.open()
+        try:
+            yield subscription
+        finally:
+            await subscription.close()
+
+    async def close(self) -> None:
+        for client in (self._client, self._blocking):
+            await client.aclose()
+            await client.connection_pool.disconnect()
+
+    async def __aenter__(self) -> AsyncBus:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+
+class AsyncSubscription:
+    """As Subscription. One task at a time may call `get`; a cancelled `get` closes the subscription."""
+
+    def __init__(self, url: str, channels: tuple[str, ...], timeout: float = TIMEOUT) -> None:
+        self._pool = redis.asyncio.ConnectionPool.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **_options(timeout))
+        self._connection = cast(Any, self._pool.make_connection())
+        self._channels = channels
+        self._timeout = timeout
+        self._heard = 0.0
+
+    async def open(self) -> None:
+        try:
+            await self._connection.connect()
+            await self._connection.send_command("SUBSCRIBE", *self._channels)
+            for _ in self._channels:
+                await self._connection.read_response(timeout=self._timeout)
+        except (RedisError, OSError) as error:
+            await self.close()
+            raise BusUnavailable(f"Redis: {error}") from error
+        self._heard = time.monotonic()
+
+    async def get(self, timeout: float | None = None) -> tuple[str, bytes] | None:
+        """The next (channel, payload), or None after `timeout` seconds without one (None: waits for ever)."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        asked = False
+        while True:
+            wait = PING_INTERVAL if not asked else self._timeout
+            if deadline is not None:
+                wait = max(0.0, min(wait, deadline - time.monotonic()))
+            try:
+                message = await self._connection.read_response(timeout=wait, disconnect_on_error=False)
+            except TimeoutError:
+                message = None
+            except (RedisError, OSError) as error:
+                raise BusUnavailable(f"Redis: {error}") from error
+            if message is not None:
+                self._heard, asked = time.monotonic(), False
+                if message[0] == b"message":
+                    return message[1].decode(), message[2]
+            asked = await self._question(asked)
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
+
+    async def _question(self, asked: bool) -> bool:
+        """Ask a silent peer whether it lives; True: asked, and no answer yet."""
+        silence = time.monotonic() - self._heard
+        if silence > PING_INTERVAL + self._timeout:
+            raise BusUnavailable("Redis: the subscribed connection is silent")
+        if asked or silence < PING_INTERVAL:
+            return asked
+        try:
+            await self._connection.send_command("PING", check_health=False)
+        except (RedisError, OSError) as error:
+            raise BusUnavailable(f"Redis: {error}") from error
+        return True
+
+    async def close(self) -> None:
+        await self._connection.disconnect()
+        await self._pool.disconnect()

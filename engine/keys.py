@@ -1,0 +1,184 @@
+"""Every Redis key and channel of headrace. No other file spells one.
+
+All keys of one model carry the hash tag `{model}`, so that one script may touch them all, on a cluster too. Scripts that meet ids
+only while they run (a record, an external id) get the prefix of such keys and append the id.
+"""
+
+from __future__ import annotations
+
+GROUP = "engines"  # the consumer group of every requests stream
+
+
+def _tag(model: str) -> str:
+    """The model's name between braces. A brace inside it would end the hash tag early."""
+    return "{" + model.replace("%", "%25").replace("{", "%7B").replace("}", "%7D") + "}"
+
+
+def _of(model: str, name: str) -> str:
+    return f"headrace:{_tag(model)}:{name}"
+
+
+# The ledger of requests.
+
+
+def requests(model: str) -> str:
+    """Stream: one entry a request that has not ended, fields `id` and `payload`; group `engines`, its pending list is the ledger."""
+    return _of(model, "requests")
+
+
+def order(model: str) -> str:
+    """Sorted set of what waits: entry id with its sequence number padded -> priority. Its minimum is taken next."""
+    return _of(model, "order")
+
+
+def live(model: str) -> str:
+    """Sorted set: id of each request that has not ended -> epoch seconds of its enqueue."""
+    return _of(model, "live")
+
+
+def ended(model: str) -> str:
+    """Sorted set: id of each ended request whose record is kept -> epoch seconds of its end."""
+    return _of(model, "ended")
+
+
+def load(model: str) -> str:
+    """Hash of sums: `requests` (choices that have not ended), `tokens` (prompt tokens that wait), each also as `<name>:<tenant>`."""
+    return _of(model, "load")
+
+
+def record(model: str, request_id: str = "") -> str:
+    """Hash: the record of a request. Without an id: the prefix."""
+    return _of(model, f"record:{request_id}")
+
+
+def external(model: str, external_id: str = "") -> str:
+    """Sorted set: internal ids under one client-given id -> epoch seconds of their enqueue. Without an id: the prefix."""
+    return _of(model, f"external:{external_id}")
+
+
+def tombstone(model: str, request_id: str = "") -> str:
+    """String with a time to live: an abort that came before its request. Without an id: the prefix."""
+    return _of(model, f"tombstone:{request_id}")
+
+
+def usage(model: str) -> str:
+    """Stream: one line a request that ended and was not counted yet."""
+    return _of(model, "usage")
+
+
+def usage_days(model: str) -> str:
+    """Set: the days (days since 1970-01-01, UTC) that have a hash of usage."""
+    return _of(model, "usage:days")
+
+
+def usage_day(model: str, day: int | str = "") -> str:
+    """Hash: a day's usage, `<column>:<tenant>` -> sum. Without a day: the prefix."""
+    return _of(model, f"usage:day:{day}")
+
+
+# Engines.
+
+
+def slots(model: str) -> str:
+    """Set: every slot number that ever was claimed."""
+    return _of(model, "slots")
+
+
+def slot(model: str, slot: str = "") -> str:
+    """String with a time to live: the incarnation that holds the slot. Absent: nobody does. Without a slot: the prefix."""
+    return _of(model, f"slot:{slot}")
+
+
+def slot_info(model: str, slot: str) -> str:
+    """String with the same time to live: EngineInfo."""
+    return _of(model, f"slot:{slot}:info")
+
+
+def slot_claim(model: str, slot: str = "") -> str:
+    """String: the nonce of the claim that got the slot, so that a claim may be sent twice. Without a slot: the prefix."""
+    return _of(model, f"claim:{slot}")
+
+
+def incarnation(model: str) -> str:
+    """String: the last incarnation given to an engine of the model; each is higher than all before."""
+    return _of(model, "incarnation")
+
+
+def taken(model: str, slot: str) -> str:
+    """Hash: nonce and entries of the slot's last `take`, so that a take may be sent twice."""
+    return _of(model, f"taken:{slot}")
+
+
+def journal(model: str, slot: str, incarnation: int) -> str:
+    """Stream of one engine incarnation, ids `<step>-0`: a field an API server, the bytes published to it."""
+    return _of(model, f"journal:{slot}:{incarnation}")
+
+
+def control(model: str, slot: str = "") -> str:
+    """Stream: commands to the engine of a slot, fields `incarnation` and `command`. Without a slot: the prefix."""
+    return _of(model, f"control:{slot}")
+
+
+def consumer(slot: str) -> str:
+    """The consumer name of a slot in the group."""
+    return f"engine-{slot}"
+
+
+def slot_of_consumer(consumer: str) -> str:
+    return consumer.removeprefix("engine-")
+
+
+def tokenizer(model: str, content_hash: str) -> str:
+    """String: TokenizerBundle."""
+    return _of(model, f"tokenizer:{content_hash}")
+
+
+# Over all models.
+
+
+def models() -> str:
+    """Set: the name of every model that had an engine."""
+    return "headrace:models"
+
+
+def api(incarnation: str) -> str:
+    """String with a time to live: a living API server, with what it says of itself."""
+    return f"headrace:api:{incarnation}"
+
+
+def apis() -> str:
+    """Sorted set: API server incarnations -> epoch seconds of the last heartbeat."""
+    return "headrace:apis"
+
+
+def absent(incarnation: str) -> str:
+    """String: when upkeep first saw an API server's key missing (Redis microseconds)."""
+    return f"headrace:absent:api:{incarnation}"
+
+
+def absent_engine(model: str, slot: str) -> str:
+    """String: when upkeep first saw a slot with pending entries empty, and the highest incarnation that this is about."""
+    return _of(model, f"absent:{slot}")
+
+
+# Channels of pub/sub. They are no keys: nothing is stored, and database numbers do not part them.
+
+
+def client_channel(incarnation: str = "") -> str:
+    """Where an API server incarnation listens for ClientMessages. Without one: the prefix."""
+    return f"headrace:client:{incarnation}"
+
+
+def reply_channel(name: str) -> str:
+    """Where the caller of a control command listens for its ControlReply."""
+    return f"headrace:reply:{name}"
+
+
+def wake_channel(model: str) -> str:
+    """A request was enqueued. A hint: the order set is the truth."""
+    return _of(model, "wake")
+
+
+def control_channel(model: str, slot: str = "") -> str:
+    """A command was put on the slot's control stream. A hint too. Without a slot: the prefix."""
+    return _of(model, f"wake:{slot}")

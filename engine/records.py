@@ -1,0 +1,142 @@
+"""The record of a request, as read from its hash, and the calls that read records. A record never holds prompt text or token ids of
+the prompt; the whole output is in it once the request has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine import keys
+from engine.protocol import FinishReason, RequestTimes, StoredChoice, StoredOutput, decode_stored
+from engine.scripts import Call
+
+
+@dataclass(frozen=True)
+class RecordView:
+    """Times are epoch seconds, 0.0 where the mark was not passed."""
+
+    id: str
+    external_id: str = ""
+    state: str = ""  # "queued" | "running" | "ended"
+    reason: str = ""  # of an ended one: FinishReason's name in lower case
+    error: str = ""
+    entry: str = ""  # id in the requests stream
+    engine: str = ""  # slot that took it
+    incarnation: int = 0  # of the engine
+    client: str = ""  # incarnation of the API server that listens
+    handle: int = 0
+    tenant: str = ""
+    model: str = ""
+    endpoint: str = ""
+    stream: bool = False
+    priority: int = 0
+    prompt_tokens: int = 0
+    max_tokens: int = 0
+    n: int = 1
+    output_tokens: int = 0  # summed over choices
+    cached_tokens: int = 0
+    enqueued: float = 0.0
+    received: float = 0.0
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    finished: float = 0.0
+    preemptions: int = 0
+
+    @property
+    def times(self) -> RequestTimes:
+        return RequestTimes(
+            self.enqueued, self.received, self.scheduled, self.first_token, self.last_token, self.finished, self.preemptions
+        )
+
+
+# Annotations are strings here (postponed evaluation): "str" | "int" | "float" | "bool".
+_PARSERS = {"int": int, "float": float, "bool": lambda value: value == "1", "str": str}
+_FIELD_PARSERS = {name: _PARSERS[str(kind)] for name, kind in RecordView.__annotations__.items()}
+FIELDS = tuple(_FIELD_PARSERS)
+
+
+def parse_fields(flat: Sequence[bytes]) -> dict[str, bytes]:
+    """A hash as RESP2 gives it: field, value, field, value, ..."""
+    return {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
+
+
+def parse_record(fields: Mapping[str, bytes | None]) -> RecordView | None:
+    """None where there is no record. Unknown fields (a newer version's) are left aside."""
+    if not fields.get("id"):
+        return None
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
+        parse = _FIELD_PARSERS.get(name)
+        if parse is not None and value is not None:
+            values[name] = parse(value.decode())
+    return RecordView(**values)
+
+
+def _read(model: str, request_id: str) -> tuple[str, ...]:
+    return ("HMGET", keys.record(model, request_id), *FIELDS)
+
+
+def _parse(values: Sequence[bytes | None]) -> RecordView | None:
+    return parse_record(dict(zip(FIELDS, values, strict=True)))
+
+
+def record(model: str, request_id: str) -> Call[RecordView | None]:
+    return Call(lambda answers: _parse(answers[0]), commands=(_read(model, request_id),))
+
+
+def _records(model: str, ids: Sequence[bytes]) -> Call[list[RecordView]]:
+    """Those of the records that still exist, in the order given."""
+
+    def decode(answers: list[Any]) -> list[RecordView]:
+        return [view for view in map(_parse, answers) if view is not None]
+
+    return Call(decode, commands=tuple(_read(model, request_id.decode()) for request_id in ids))
+
+
+def _listing(model: str, index: str, limit: int) -> Call[list[RecordView]]:
+    return Call(lambda answers: _records(model, answers[0]), commands=(("ZREVRANGE", index, 0, max(0, limit - 1)),))
+
+
+def live_requests(model: str, limit: int = 1000) -> Call[list[RecordView]]:
+    """Requests that have not ended, newest first."""
+    return _listing(model, keys.live(model), limit)
+
+
+def ended_requests(model: str, limit: int = 100) -> Call[list[RecordView]]:
+    """Ended requests whose records are still kept, last ended first."""
+    return _listing(model, keys.ended(model), limit)
+
+
+def find(model: str, request_id: str, limit: int = 16) -> Call[list[RecordView]]:
+    """The requests that a client knows under this id, newest first; and the one that bears it as its internal id."""
+
+    def decode(answers: list[Any]) -> Call[list[RecordView]]:
+        found = list(answers[0])
+        if request_id.encode() not in found:
+            found.append(request_id.encode())
+        return _records(model, found)
+
+    return Call(decode, commands=(("ZREVRANGE", keys.external(model, request_id), 0, limit - 1),))
+
+
+def stored_output(model: str, request_id: str) -> Call[StoredOutput | None]:
+    """The whole output of an ended request. None: it has not ended, or its record is gone.
+
+    A request that ended without its engine's word (aborted while it waited, its engine died) has no tokens stored: each choice is
+    then empty, with the record's reason and error.
+    """
+
+    def decode(answers: list[Any]) -> StoredOutput | None:
+        view = _parse(answers[0])
+        if view is None or view.state != "ended":
+            return None
+        if answers[1]:
+            return decode_stored(answers[1])
+        reason = FinishReason[view.reason.upper()]
+        choices = [StoredChoice(b"", reason, None, view.error or None) for _ in range(view.n)]
+        return StoredOutput(choices, view.cached_tokens, view.times)
+
+    read_output = ("HGET", keys.record(model, request_id), "output")
+    return Call(decode, commands=(_read(model, request_id), read_output), transaction=True)

@@ -1,0 +1,72 @@
+"""What is sent to Redis, as values: `Call` (one script or a pipeline of plain commands, and how to read the answer) and `Script`.
+
+A call does no I/O, so that the blocking and the asyncio bus share every operation. Calls may be sent twice: where an answer is lost
+on the way, the bus sends the same call again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+Argument = str | bytes | int | float
+Command = tuple[Argument, ...]
+
+LUA = Path(__file__).parent / "lua"
+
+
+class BusUnavailable(Exception):
+    """Redis is away, loading, out of memory or read-only, and was so for as long as the bus is patient."""
+
+
+class Fenced(Exception):
+    """The slot is held by another incarnation, or by none: drop everything and start again."""
+
+
+@dataclass(frozen=True)
+class Script:
+    name: str
+    source: str
+    sha: str
+
+
+@cache
+def script(name: str, *libraries: str) -> Script:
+    """The script `lua/<name>.lua` behind the libraries that it names.
+
+    The `#!lua` line makes Redis refuse the whole script when it is out of memory, where it would else fail at its first write that
+    needs memory: half done.
+    """
+    parts = [(LUA / f"{part}.lua").read_text(encoding="utf-8") for part in (*libraries, name)]
+    source = "#!lua\n" + "\n".join(parts)
+    return Script(name, source, hashlib.sha1(source.encode()).hexdigest())
+
+
+@dataclass(frozen=True)
+class Call(Generic[T]):
+    """One operation. `decode` gets the script's answer, or the list of the commands' answers, all as RESP2 gives them (bytes, int,
+    None, lists); where it returns a further Call, the bus runs that one and returns its result.
+    """
+
+    decode: Callable[[Any], T | Call[T]]
+    script: Script | None = None
+    keys: tuple[str, ...] = ()
+    arguments: tuple[Argument, ...] = ()
+    commands: tuple[Command, ...] = ()
+    transaction: bool = False  # commands in MULTI/EXEC
+    keep_errors: bool = False  # a command's error is its answer instead of an exception
+    block: float = 0.0  # seconds that Redis may hold the answer back
+
+    def evalsha(self) -> Command:
+        assert self.script is not None
+        return ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.arguments)
+
+    def eval(self) -> Command:
+        assert self.script is not None
+        return ("EVAL", self.script.source, len(self.keys), *self.keys, *self.arguments)
