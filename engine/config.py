@@ -17,8 +17,12 @@ from gpu.config import option
 
 @dataclass
 class SchedulerConfig:
-    max_num_batched_tokens: int | None = option(None, "token budget of a step; default by device: 512 on the CPU, 2048 to 16384 on GPUs")
-    max_num_seqs: int | None = option(None, "most requests that run at once; default by device: 128 on the CPU, 256 to 1024 on GPUs")
+    max_num_batched_tokens: int | None = option(
+        None, "token budget of a step; default by device: 512 on the CPU, 2048 to 16384 on GPUs"
+    )
+    max_num_seqs: int | None = option(
+        None, "most requests that run at once; default by device: 128 on the CPU, 256 to 1024 on GPUs"
+    )
     long_prefill_token_threshold: int = option(0, "most tokens of one prompt in a step while others wait or run; 0: no cap")
     scheduling_policy: str = option("fcfs", "order of waiting requests", choices=("fcfs", "priority"))
     shrink_chunks: bool = option(False, "where blocks are short of a whole prefill chunk, admit the part that fits")
@@ -37,7 +41,9 @@ class ApiConfig:
     host: str = option("127.0.0.1", "address to listen on; without keys only loopback is allowed")
     port: int = option(8000, "port to listen on; 0: any free one")
     api_server_count: int = option(1, "API server processes on the one listening socket")
-    api_key: list[str] = option(list, "NAME=KEY for inference, NAME:admin=KEY to list, inspect and abort others' requests too; repeatable")
+    api_key: list[str] = option(
+        list, "NAME=KEY for inference, NAME:admin=KEY to list, inspect and abort others' requests too; repeatable"
+    )
     allow_no_auth: bool = option(False, "serve without keys on an address that is not loopback")
     served_model_name: list[str] = option(list, "names that clients use for the model; default: from the path; repeatable")
     chat_template: str | None = option(None, "file with a Jinja chat template, instead of the model's own")

@@ -53,7 +53,12 @@ class EngineCore:
         self.scheduler.add_request(request)
 
     def finish(
-        self, request_id: str, choice: int = -1, reason: FinishReason = FinishReason.ABORT, keep: int = -1, stop_reason: str | None = None
+        self,
+        request_id: str,
+        choice: int = -1,
+        reason: FinishReason = FinishReason.ABORT,
+        keep: int = -1,
+        stop_reason: str | None = None,
     ) -> list[Request]:
         """End a request (or one choice) from outside. Returns what ended now; nothing when it is not held."""
         return self.scheduler.finish(request_id, choice, reason, keep, stop_reason, self.clock())

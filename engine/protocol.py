@@ -234,8 +234,9 @@ class EngineInfo(msgspec.Struct):
     pid: int
     host: str
     started: float
-    state: str = "ready"  # "ready" | "draining"
+    state: str = "ready"  # "ready" | "draining" | "sleeping"
     stats: EngineStats = msgspec.field(default_factory=EngineStats)
+    progress: dict[str, int] = {}  # output tokens so far of each request held
 
 
 class TokenizerBundle(msgspec.Struct):

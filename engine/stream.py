@@ -161,7 +161,9 @@ class RequestStream:
         """The whole request ended without its engine's word: each open choice ends with what it has."""
         for state in self._choices:
             if not state.finished:
-                state.terminal = FinishedOutput(self.handle, state.index, state.num_received, reason, None, 0, RequestTimes(), error)
+                state.terminal = FinishedOutput(
+                    self.handle, state.index, state.num_received, reason, None, 0, RequestTimes(), error
+                )
                 self._settle(state)
 
     def take_stored(self, stored: StoredOutput) -> None:

@@ -20,19 +20,31 @@ def option(default: Any, help: str, **more: Any) -> Any:
 @dataclass
 class ModelConfig:
     model: str = option("", "a safetensors directory, a .gguf file, or `demo`", positional=True)
-    dtype: str = option("auto", "float32 or bfloat16; auto: float32 on the CPU, bfloat16 on GPUs", choices=("auto", "float32", "bfloat16"))
+    dtype: str = option(
+        "auto", "float32 or bfloat16; auto: float32 on the CPU, bfloat16 on GPUs", choices=("auto", "float32", "bfloat16")
+    )
     device: str = option("auto", "cpu or cuda; auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
-    max_model_len: int | None = option(None, "longest prompt plus output in tokens (1k, 2K allowed); default: the model's own; -1: as many as fit")
+    max_model_len: int | None = option(
+        None, "longest prompt plus output in tokens (1k, 2K allowed); default: the model's own; -1: as many as fit"
+    )
     max_logprobs: int = option(20, "most logprobs a request may ask for a token; -1: the whole vocabulary")
-    logprobs_mode: str = option("raw_logprobs", "before or after penalties, temperature and filters", choices=("raw_logprobs", "processed_logprobs"))
-    load_format: str = option("auto", "dummy: random weights from --seed, for tests and benchmarks", choices=("auto", "dummy"))
+    logprobs_mode: str = option(
+        "raw_logprobs", "before or after penalties, temperature and filters", choices=("raw_logprobs", "processed_logprobs")
+    )
+    load_format: str = option(
+        "auto",
+        "dummy: random weights from --seed, for tests and benchmarks; null: no model at all, tokens by a hash",
+        choices=("auto", "dummy", "null"),
+    )
     seed: int = option(0, "seed of dummy weights")
 
 
 @dataclass
 class CacheConfig:
     block_size: int = option(16, "tokens in a KV block")
-    gpu_memory_utilization: float = option(0.92, "share of the device's memory for weights and KV (CPU: of the memory available, KV at most 4 GiB)")
+    gpu_memory_utilization: float = option(
+        0.92, "share of the device's memory for weights and KV (CPU: of the memory available, KV at most 4 GiB)"
+    )
     kv_cache_memory_bytes: int | None = option(None, "KV memory in bytes (suffixes K, M, G), instead of --gpu-memory-utilization")
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of a size in bytes")
     enable_prefix_caching: bool = option(True, "answer shared prompt prefixes from KV computed before")
@@ -41,7 +53,9 @@ class CacheConfig:
 @dataclass
 class ParallelConfig:
     tensor_parallel_size: int = option(1, "ranks that share each layer; must divide the model's key-value heads")
-    distributed_executor_backend: str = option("mp", "mp: a process a rank; uni: the worker lives in the engine's process", choices=("mp", "uni"))
+    distributed_executor_backend: str = option(
+        "mp", "mp: a process a rank; uni: the worker lives in the engine's process", choices=("mp", "uni")
+    )
     num_threads: int = option(0, "compute threads a worker; 0: the cores left by the front end, shared among ranks")
 
 

@@ -26,7 +26,19 @@ class RedisServer:
         self.start()
 
     def start(self) -> None:
-        command = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", self.folder, "--save", "", "--maxmemory-policy", "noeviction"]
+        command = [
+            self.binary,
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            self.folder,
+            "--save",
+            "",
+            "--maxmemory-policy",
+            "noeviction",
+        ]
         self.process = subprocess.Popen([*command, *self.options], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 20
         with redis.Redis.from_url(self.url) as client:

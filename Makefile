@@ -1,0 +1,54 @@
+# `make serve` and `make test` are all that a fresh clone needs. PYTHON names the interpreter that makes the environment.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PORT ?= 8000
+MODEL ?= demo
+
+.PHONY: setup serve test lint types contracts check soak test-docker test-peers test-gpu wheel clean
+
+setup: $(VENV)/.installed
+
+# torch's exact version is pinned in constraints.txt: an open range takes gigabytes of CUDA on a machine without a GPU
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
+	touch $@
+
+serve: setup
+	$(BIN)/headrace serve $(MODEL) --port $(PORT)
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+contracts: setup
+	$(BIN)/lint-imports
+
+check: lint types contracts test
+
+soak: setup
+	$(BIN)/python -m pytest -m soak --timeout 3600
+
+test-docker: setup
+	$(BIN)/python -m pytest -m docker --timeout 3600
+
+# PEERS_DIR holds the peers' environments; see docs/benchmarks.md
+test-peers: setup
+	$(BIN)/python -m pytest -m peers --timeout 3600
+
+test-gpu: setup
+	$(BIN)/python -m pytest -m gpu --timeout 3600
+
+wheel: setup
+	rm -rf dist
+	$(BIN)/python -m build --wheel --outdir dist
+
+clean:
+	rm -rf $(VENV) dist build *.egg-info

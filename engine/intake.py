@@ -1,0 +1,130 @@
+"""What comes from Redis, on two threads: requests, as many as can soon run, and control commands.
+
+Pub/sub only rings a bell; the stream and the order set are the truth, and are looked at several times a second without any bell.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from engine import calls, keys
+from engine.bus import Bus, BusUnavailable
+from engine.protocol import ControlCommand, EngineCoreRequest, decode_request
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.2  # the longest that a lost bell can delay a request or a command
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request taken from the stream."""
+
+    entry_id: str
+    request: EngineCoreRequest
+    received: float  # epoch seconds
+
+
+class Intake:
+    """The threads that fill the loop's inbox. `room` says how many more sequences the scheduler would soon run."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        model: str,
+        slot: str,
+        incarnation: int,
+        inbox: queue.SimpleQueue[Arrival | ControlCommand | None],
+        room: Callable[[], int],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self.num_admitted = 0  # written by the loop: arrivals that reached the scheduler
+        self.paused = False  # asleep or draining: the backlog stays in Redis
+        self._num_taken = 0
+        self._unanswered: calls.Call[list[calls.Taken]] | None = None  # a take whose answer was lost: it may own requests already
+        self._bus = bus
+        self._model, self._slot, self._incarnation = model, slot, incarnation
+        self._inbox = inbox
+        self._room = room
+        self._failed = failed
+        self._bell = threading.Event()
+        self._stopped = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
+            for name, work in (("intake", self._take_requests), ("control", self._take_commands))
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._bell.set()
+
+    def ring(self) -> None:
+        """There may be something to take, or room for it."""
+        self._bell.set()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._failed(error)
+
+    def _take_requests(self) -> None:
+        while not self._stopped.is_set():
+            self._bell.clear()
+            if not self._take_once():
+                self._bell.wait(LOOK_SECONDS)
+
+    def _take_once(self) -> bool:
+        """Take what there is room for; False when there was nothing to take or no room."""
+        room = 0 if self.paused else self._room() - (self._num_taken - self.num_admitted)
+        if room <= 0 and self._unanswered is None:
+            return False
+        call = self._unanswered or calls.take(self._model, self._slot, self._incarnation, room)
+        try:
+            entries = self._bus.run(call)
+        except BusUnavailable as error:
+            logger.warning("Redis is away, nothing is taken: %s", error)
+            self._unanswered = call
+            return False
+        self._unanswered = None
+        for entry_id, payload in entries:
+            self._hand_over(entry_id, payload)
+        return bool(entries)
+
+    def _hand_over(self, entry_id: str, payload: bytes) -> None:
+        try:
+            request = decode_request(payload)
+        except msgspec.DecodeError as error:
+            logger.error("entry %s cannot be read: %s", entry_id, error)
+            self._bus.run(calls.reject(self._model, self._slot, self._incarnation, entry_id, "The request could not be read."))
+            return
+        self._num_taken += 1
+        self._inbox.put(Arrival(entry_id, request, time.time()))
+
+    def _take_commands(self) -> None:
+        last_id = "0"
+        channels = (keys.wake_channel(self._model), keys.control_channel(self._model, self._slot))
+        while not self._stopped.is_set():
+            try:
+                with self._bus.subscribe(*channels) as subscription:
+                    while not self._stopped.is_set():
+                        batch = self._bus.run(calls.read_control(self._model, self._slot, self._incarnation, last_id))
+                        last_id = batch.last_id
+                        for command in batch.commands:
+                            self._inbox.put(command)
+                        if subscription.get(LOOK_SECONDS) is not None:
+                            self._bell.set()
+            except BusUnavailable as error:
+                logger.warning("Redis is away, no commands: %s", error)
+                self._stopped.wait(0.1)

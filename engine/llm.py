@@ -1,0 +1,151 @@
+"""Offline use: a model in this process, driven step by step by the caller. No Redis, no HTTP.
+
+from engine.llm import LLM
+llm = LLM("path/to/model")
+print(llm.generate("The headrace leads water", SamplingParams(temperature=0.0, max_tokens=32))[0].choices[0].text)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import msgspec
+import numpy as np
+from gpu.tokenizer_files import load_tokenizer_files
+from tokenizers import Tokenizer
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.protocol import FinishReason, SamplingParams, child_seed
+from engine.request import Request
+from engine.scheduler import StepOutputs
+from gpu.plan import PromptLogprobs, SampledLogprobs
+
+
+@dataclass
+class Choice:
+    """One finished answer."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = ""
+    stop_reason: int | str | None = None
+    error: str | None = None
+    logprobs: list[SampledLogprobs] = field(default_factory=list)
+
+
+@dataclass
+class Completion:
+    """A prompt with its answers, `sampling.n` of them."""
+
+    prompt_token_ids: list[int]
+    choices: list[Choice]
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    num_cached_tokens: int = 0
+
+
+class LLM:
+    """A model, its scheduler and its workers behind one blocking call.
+
+    Options are the fields of the configuration sections under their own names (`max_model_len=2048`, `tensor_parallel_size=2`, ...).
+    The worker lives in this process unless `distributed_executor_backend="mp"` or tensor parallelism asks for processes.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        config = _configure(model, options)
+        self.core = EngineCore(config)
+        self._files = load_tokenizer_files(model) if config.model.load_format != "null" else None
+        self._tokenizer = Tokenizer.from_str(self._files.tokenizer_json) if self._files else None
+        self._ids = itertools.count()
+
+    def generate(
+        self, prompts: str | Sequence[str | Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Run prompts (text, or token ids) to their ends, together, and return their answers in order."""
+        many: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        params = [sampling or SamplingParams()] * len(many) if not isinstance(sampling, Sequence) else list(sampling)
+        if len(params) != len(many):
+            raise ValueError(f"{len(many)} prompts with {len(params)} SamplingParams")
+        answers = [self._submit(prompt, one) for prompt, one in zip(many, params, strict=True)]
+        by_handle = dict(answers)
+        while (outputs := self.core.step()) is not None:
+            self._collect(outputs, by_handle)
+        return [answer for _, answer in answers]
+
+    def _submit(self, prompt: str | Sequence[int], sampling: SamplingParams) -> tuple[int, Completion]:
+        token_ids = np.asarray(self._encode(prompt), dtype=np.int32)
+        if not 0 < len(token_ids) < self.core.limits.max_model_len:
+            raise ValueError(f"a prompt of {len(token_ids)} tokens; 1 to {self.core.limits.max_model_len - 1} are possible")
+        if not sampling.eos_token_ids:
+            sampling = _with_eos(sampling, self.core.capacity.eos_token_ids)
+        handle = next(self._ids)
+        for choice in range(sampling.n):
+            self.core.add_request(
+                Request(
+                    request_id=f"offline-{handle}",
+                    choice=choice,
+                    prompt_token_ids=token_ids,
+                    sampling=sampling,
+                    seed=child_seed(sampling.seed, choice),
+                    handle=handle,
+                    arrival_time=self.core.clock(),
+                )
+            )
+        return handle, Completion(token_ids.tolist(), [Choice(index) for index in range(sampling.n)])
+
+    def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self._tokenizer is None:
+            raise ValueError("the null model has no tokenizer: pass token ids")
+        ids: list[int] = self._tokenizer.encode(prompt).ids
+        return ids
+
+    def _collect(self, outputs: StepOutputs, answers: dict[int, Completion]) -> None:
+        columns = (outputs.handles.tolist(), outputs.choices.tolist(), outputs.token_ids.tolist())
+        for handle, choice, token_id in zip(*columns, strict=True):
+            answers[handle].choices[choice].token_ids.append(token_id)
+        for request, _, logprobs in outputs.logprobs:
+            answers[request.handle].choices[request.choice].logprobs.append(logprobs)
+        for request, prompt_logprobs in outputs.prompt_logprobs:
+            if request.choice == 0:
+                answers[request.handle].prompt_logprobs.append(prompt_logprobs)
+        for request in outputs.finished:
+            answer = answers[request.handle]
+            answer.num_cached_tokens = max(answer.num_cached_tokens, request.num_cached_tokens)
+            choice = answer.choices[request.choice]
+            choice.finish_reason = str(request.finish_reason if request.finish_reason is not None else FinishReason.ERROR)
+            choice.stop_reason, choice.error = request.stop_reason, request.error
+            if self._tokenizer is not None:
+                choice.text = self._tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+
+    def close(self) -> None:
+        self.core.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _configure(model: str, options: dict[str, Any]) -> EngineConfig:
+    """Options by field name into their sections. Raises TypeError for one that no section has."""
+    config = EngineConfig(ModelConfig(model=model), CacheConfig(), ParallelConfig(), SchedulerConfig())
+    sections = (config.model, config.cache, config.parallel, config.scheduler)
+    if options.get("tensor_parallel_size", 1) == 1:
+        config.parallel.distributed_executor_backend = "uni"
+    for name, value in options.items():
+        section = next((each for each in sections if name in {field.name for field in fields(each)}), None)
+        if section is None:
+            raise TypeError(f"LLM has no option {name!r}")
+        setattr(section, name, value)
+    return config
+
+
+def _with_eos(sampling: SamplingParams, eos_token_ids: list[int]) -> SamplingParams:
+    return msgspec.structs.replace(sampling, eos_token_ids=eos_token_ids)

@@ -1,0 +1,243 @@
+"""The engine's life: take in what came, step, give out what came of it, until told to stop.
+
+The core runs on the main thread. Around it: `Intake` (requests and control commands from Redis), `Outflow` (outputs to Redis) and
+`Heartbeat`, each a thread; they meet the core only through two queues and a snapshot.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import logging
+import queue
+import threading
+import time
+
+import numpy as np
+
+from engine.core import EngineCore
+from engine.heartbeat import Heartbeat
+from engine.held import HeldRequest, HeldRequests, make_held, output_logprobs, output_prompt_logprobs
+from engine.intake import Arrival, Intake
+from engine.outflow import Outflow, Report
+from engine.protocol import (
+    Abort,
+    ControlCommand,
+    ControlReply,
+    EngineCoreOutputs,
+    FinishReason,
+    Replay,
+    Utility,
+    encode_column,
+)
+from engine.request import Request
+from engine.scheduler import StepOutputs
+from engine.utilities import run_utility
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.25  # how often an idle engine looks after its workers
+
+
+class EngineStopped(Exception):
+    """The loop was asked to stop; what it held has been ended."""
+
+
+class EngineLoop:
+    """Owns the core and what it holds. `run` returns after `stop`, or raises what made going on impossible (WorkerError, Fenced)."""
+
+    def __init__(self, core: EngineCore, model: str, clients: list[str]) -> None:
+        self.core = core
+        self.model = model
+        self.held = HeldRequests()
+        self.inbox: queue.SimpleQueue[Arrival | ControlCommand | None] = queue.SimpleQueue()
+        self._clients = clients
+        self._client_index: dict[str, int] = {}
+        self._stop = threading.Event()
+        self._deadline = 0.0
+        self._failure: BaseException | None = None
+        self.profile: cProfile.Profile | None = None
+
+    def attach(self, intake: Intake, outflow: Outflow, heartbeat: Heartbeat) -> None:
+        self.intake, self.outflow, self.heartbeat = intake, outflow, heartbeat
+
+    def run(self) -> None:
+        """The main loop."""
+        self.heartbeat.publish(self.core.stats(), {})
+        for side in (self.outflow, self.intake, self.heartbeat):
+            side.start()
+        try:
+            while not self._over():
+                self._take_in()
+                outputs = self.core.step()
+                if outputs is not None:
+                    self._give_out(outputs)
+                if self.heartbeat.wants_snapshot:
+                    self.heartbeat.publish(self.core.stats(), self._progress())
+        except BaseException as error:
+            self._end_all(f"The engine stopped: {error}")
+            raise
+        self._end_all("The engine was shut down.")
+
+    def stop(self, timeout: float = 0.0) -> None:
+        """Stop taking requests; end what still runs after `timeout` seconds, then return from `run`. Safe in a signal handler."""
+        self._deadline = time.monotonic() + timeout
+        self._stop.set()
+        self.intake.stop()
+        self.inbox.put(None)
+
+    def fail(self, error: BaseException) -> None:
+        """A side thread cannot go on: neither can the engine."""
+        self._failure = self._failure or error
+        self.inbox.put(None)
+
+    def _over(self) -> bool:
+        if self._failure is not None:
+            raise self._failure
+        return self._stop.is_set() and (not self.core.has_work or time.monotonic() >= self._deadline)
+
+    # In
+
+    def _take_in(self) -> None:
+        """Everything that waits in the inbox; when there is nothing to compute, wait for something."""
+        report = Report()
+        wait = not self.core.has_work
+        while True:
+            try:
+                item = self.inbox.get(block=wait, timeout=IDLE_SECONDS if wait else None)
+            except queue.Empty:
+                break
+            wait = False
+            if isinstance(item, Arrival):
+                self._admit(item, report)
+            elif item is not None:
+                self._obey(item, report)
+        self.core.executor.check_health()
+        if report:
+            self.outflow.put(report)
+
+    def _admit(self, arrival: Arrival, report: Report) -> None:
+        self.intake.num_admitted += 1
+        source = arrival.request
+        held = make_held(arrival.entry_id, source, self._index_of(source.client), arrival.received)
+        early = self.held.add(held)
+        if early is not None:
+            self._close_unrun(held, early.reason, None, report)
+        elif problem := self._problem(held):
+            self._close_unrun(held, FinishReason.ERROR, problem, report)
+        else:
+            for request in held.choices:
+                self.core.add_request(request)
+
+    def _problem(self, held: HeldRequest) -> str | None:
+        """Why the core cannot run this request. API servers check all of it; one of another version may not."""
+        prompt = held.choices[0].prompt_token_ids
+        limits, capacity = self.core.limits, self.core.capacity
+        if not 0 < len(prompt) < limits.max_model_len:
+            return f"The prompt has {len(prompt)} tokens; this engine takes 1 to {limits.max_model_len - 1}."
+        if int(prompt.min()) < 0 or int(prompt.max()) >= capacity.vocab_size:
+            return f"The prompt has token ids outside 0 to {capacity.vocab_size - 1}."
+        return None
+
+    def _close_unrun(self, held: HeldRequest, reason: FinishReason, error: str | None, report: Report) -> None:
+        now = self.core.clock()
+        for request in held.choices:
+            request.end(reason, -1, None, error, now)
+            self._close(request, report)
+
+    def _obey(self, command: ControlCommand, report: Report) -> None:
+        if isinstance(command, Abort):
+            self._abort(command, report)
+        elif isinstance(command, Replay):
+            self._replay(command, report)
+        else:
+            self._run_utility(command, report)
+
+    def _abort(self, command: Abort, report: Report) -> None:
+        held = self.held.get(command.request_id)
+        num_tokens = 0
+        if held is None:
+            self.held.remember_abort(command)
+        else:
+            for request in self.core.finish(command.request_id, command.choice, command.reason, command.keep, command.stop_reason):
+                self._close(request, report)
+            num_tokens = sum(len(self._tokens_of(request)) for request in held.choices)
+        if command.reply_to:
+            report.replies.append((command.reply_to, ControlReply(command.token, num_tokens=num_tokens)))
+
+    def _replay(self, command: Replay, report: Report) -> None:
+        held = self.held.get(command.request_id)
+        if held is None or not 0 <= command.choice < len(held.choices):
+            return  # over: the asker finds it in the record
+        request = held.choices[command.choice]
+        tokens = self._tokens_of(request)[command.offset :]
+        message = EngineCoreOutputs("", 0, 0, logprobs=held.logprobs[command.choice][command.offset :], finished=[])
+        message.handles = encode_column(np.full(len(tokens), command.handle), np.int64)
+        message.choices = encode_column(np.full(len(tokens), command.choice))
+        message.offsets = encode_column(np.arange(command.offset, command.offset + len(tokens)))
+        message.token_ids = encode_column(tokens)
+        message.prompt_logprobs = list(held.prompt_logprobs) if command.choice == 0 else []
+        if request.finish_reason is not None:  # this choice has ended, its siblings run
+            message.finished.append(held.finished_output(request))
+        report.replays.append((command.client, message))
+
+    def _run_utility(self, command: Utility, report: Report) -> None:
+        reply = run_utility(self, command)
+        if command.reply_to:
+            report.replies.append((command.reply_to, reply))
+
+    # Out
+
+    def _give_out(self, outputs: StepOutputs) -> None:
+        report = Report(outputs)
+        for request, offset, entry in outputs.logprobs:
+            if (held := self.held.get(request.request_id)) is not None:
+                held.logprobs[request.choice].append(output_logprobs(request, offset, entry))
+        for request, prompt_entry in outputs.prompt_logprobs:
+            if request.choice == 0 and (held := self.held.get(request.request_id)) is not None:
+                held.prompt_logprobs.append(output_prompt_logprobs(request, prompt_entry))
+        for index in np.flatnonzero((outputs.offsets == 0) & (outputs.choices == 0)).tolist():
+            held = self.held.by_handle(int(outputs.clients[index]), int(outputs.handles[index]))
+            if held is not None:
+                report.started.append(held)
+        for request in outputs.finished:
+            self._close(request, report)
+        if report:
+            self.outflow.put(report)
+
+    def _close(self, request: Request, report: Report) -> None:
+        held = self.held.get(request.request_id)
+        assert held is not None, f"{request.request_id} ended, but is not held"
+        report.ended_choices.append((held, request))
+        if self.held.close_choice(request) is not None:
+            report.ended.append(held)
+            self.intake.ring()  # there is room again
+
+    def _end_all(self, why: str) -> None:
+        """The one terminal output of everything still held, then the last flush."""
+        report = Report()
+        for held in self.held.all():
+            for request in self.core.finish(held.source.request_id, reason=FinishReason.ERROR):
+                request.error = why
+                self._close(request, report)
+        if report:
+            self.outflow.put(report)
+        self.intake.stop()
+        self.outflow.close(timeout=2.0)
+        self.heartbeat.stop()
+
+    # Looking
+
+    def _tokens_of(self, request: Request) -> np.ndarray:
+        if request.finish_reason is not None:
+            return request.output_token_ids
+        return self.core.scheduler.output_token_ids(request.request_id, request.choice)
+
+    def _progress(self) -> dict[str, int]:
+        """Output tokens so far of every request held."""
+        return {held.source.request_id: sum(len(self._tokens_of(request)) for request in held.choices) for held in self.held.all()}
+
+    def _index_of(self, client: str) -> int:
+        if client not in self._client_index:
+            self._client_index[client] = len(self._clients)
+            self._clients.append(client)
+        return self._client_index[client]

@@ -1,0 +1,171 @@
+"""What a step gives to the world, on its own thread: outputs by API server, ended requests into their records, answers to askers.
+
+One flush a step, whatever the batch size. While Redis is away the queue in front of this thread fills, and then the engine pauses.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine import calls, keys
+from engine.bus import Bus, BusUnavailable
+from engine.calls import EndedRequest
+from engine.held import HeldRequest, output_logprobs, output_prompt_logprobs
+from engine.protocol import ControlReply, EngineCoreOutputs, FinishReason, encode, encode_column
+from engine.request import Request
+from engine.scheduler import StepOutputs
+
+logger = logging.getLogger(__name__)
+
+MOST_WAITING_REPORTS = 256  # steps of output held while Redis is away
+
+
+@dataclass
+class Report:
+    """What happened in one step, or between two."""
+
+    outputs: StepOutputs | None = None
+    started: list[HeldRequest] = field(default_factory=list)  # first token sampled
+    ended_choices: list[tuple[HeldRequest, Request]] = field(default_factory=list)
+    ended: list[HeldRequest] = field(default_factory=list)  # every choice has ended
+    replays: list[tuple[str, EngineCoreOutputs]] = field(default_factory=list)  # client, what it lacked
+    replies: list[tuple[str, ControlReply]] = field(default_factory=list)  # client, answer
+
+    def __bool__(self) -> bool:
+        some_tokens = self.outputs is not None and (len(self.outputs.handles) > 0 or bool(self.outputs.prompt_logprobs))
+        return some_tokens or any((self.started, self.ended_choices, self.ended, self.replays, self.replies))
+
+
+class Outflow:
+    """The queue of reports and the thread that flushes them. `failed` is called with what stopped the thread (Fenced, or a bug)."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        model: str,
+        slot: str,
+        incarnation: int,
+        clients: list[str],
+        failed: Callable[[BaseException], None],
+        retention: float,
+    ) -> None:
+        self._bus = bus
+        self._model, self._slot, self._incarnation = model, slot, incarnation
+        self._engine = f"{model}:{slot}"
+        self._clients = clients  # the loop's table: index -> API server incarnation; only ever appended to
+        self._failed = failed
+        self._retention = retention
+        self._reports: queue.Queue[Report | None] = queue.Queue(MOST_WAITING_REPORTS)
+        self._thread = threading.Thread(target=self._run, name="outflow", daemon=True)
+        self._num_flushes = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, report: Report) -> None:
+        """Hand a report over; blocks, and so pauses the engine, while too many wait for Redis."""
+        self._reports.put(report)
+
+    def close(self, timeout: float) -> None:
+        """Flush what waits, for at most `timeout` seconds."""
+        self._reports.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            while (report := self._reports.get()) is not None:
+                self._flush(report)
+        except BaseException as error:
+            self._failed(error)
+            while self._reports.get() is not None:  # nothing can be flushed any more; never block the loop
+                pass
+
+    def _flush(self, report: Report) -> None:
+        self._num_flushes += 1
+        call = calls.flush(
+            self._model,
+            self._slot,
+            self._incarnation,
+            self._num_flushes,
+            messages=self._messages(report),
+            started=[(held.source.request_id, _started_fields(held)) for held in report.started],
+            ended=[_ended_request(held) for held in report.ended],
+            notices=[(keys.client_channel(client), encode(reply)) for client, reply in report.replies],
+            retention=self._retention,
+        )
+        delay = 0.02
+        while True:
+            try:
+                self._bus.run(call)
+                return
+            except BusUnavailable as error:
+                logger.warning("Redis is away, output waits: %s", error)
+                time.sleep(delay)  # Redis gives no sign of its return
+                delay = min(2 * delay, 1.0)
+
+    def _messages(self, report: Report) -> list[tuple[str, bytes]]:
+        by_client: dict[int, EngineCoreOutputs] = {}
+        if report.outputs is not None:
+            self._add_outputs(report.outputs, by_client)
+        for held, request in report.ended_choices:
+            self._of(by_client, request.client).finished.append(held.finished_output(request))
+        messages = [(self._clients[client], encode(message)) for client, message in by_client.items()]
+        for client, replay in report.replays:
+            replay.engine, replay.incarnation, replay.step = self._engine, self._incarnation, self._num_flushes
+            messages.append((client, encode(replay)))
+        return messages
+
+    def _add_outputs(self, outputs: StepOutputs, by_client: dict[int, EngineCoreOutputs]) -> None:
+        for client in np.unique(outputs.clients).tolist():
+            theirs = slice(None) if len(self._clients) == 1 else outputs.clients == client
+            message = self._of(by_client, client)
+            message.handles = encode_column(outputs.handles[theirs], np.int64)
+            message.choices = encode_column(outputs.choices[theirs])
+            message.offsets = encode_column(outputs.offsets[theirs])
+            message.token_ids = encode_column(outputs.token_ids[theirs])
+        for request, offset, entry in outputs.logprobs:
+            self._of(by_client, request.client).logprobs.append(output_logprobs(request, offset, entry))
+        for request, prompt_entry in outputs.prompt_logprobs:
+            if request.choice == 0:
+                self._of(by_client, request.client).prompt_logprobs.append(output_prompt_logprobs(request, prompt_entry))
+
+    def _of(self, by_client: dict[int, EngineCoreOutputs], client: int) -> EngineCoreOutputs:
+        if client not in by_client:
+            by_client[client] = EngineCoreOutputs(
+                self._engine, self._incarnation, self._num_flushes, logprobs=[], prompt_logprobs=[], finished=[]
+            )
+        return by_client[client]
+
+
+def _started_fields(held: HeldRequest) -> dict[str, str]:
+    times = held.choices[0].times
+    return {"scheduled": f"{times.scheduled:.6f}", "first_token": f"{times.first_token:.6f}"}
+
+
+def _ended_request(held: HeldRequest) -> EndedRequest:
+    """The request as a whole ended as the worst of its choices did."""
+    worst = max(held.choices, key=lambda request: int(request.finish_reason or 0))
+    times = [request.times for request in held.choices]
+    started = [each for each in times if each.first_token]
+    fields = {"preemptions": str(sum(each.num_preemptions for each in times))}
+    if scheduled := [each.scheduled for each in times if each.scheduled]:
+        fields["scheduled"] = f"{min(scheduled):.6f}"
+    if started:
+        fields["first_token"] = f"{min(each.first_token for each in started):.6f}"
+        fields["last_token"] = f"{max(each.last_token for each in started):.6f}"
+    return EndedRequest(
+        request_id=held.source.request_id,
+        reason=FinishReason(worst.finish_reason),
+        output=encode(held.stored_output()),
+        output_tokens=sum(request.num_output_tokens for request in held.choices),
+        cached_tokens=held.choices[0].num_cached_tokens,
+        error=worst.error,
+        fields=fields,
+    )
