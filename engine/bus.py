@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import redis
 import redis.asyncio
@@ -95,7 +95,7 @@ class Bus:
         self._client = self._connect(timeout, max_connections)
         self._blocking = self._connect(timeout + MAX_BLOCK, max_connections)
 
-    def _connect(self, timeout: float, max_connections: int) -> redis.Redis:
+    def _connect(self, timeout: float, max_connections: int) -> Any:  # redis.Redis, whose methods are untyped
         pool = redis.BlockingConnectionPool.from_url(
             self.url, max_connections=max_connections, timeout=timeout, retry=Retry(NoBackoff(), 0), **_options(timeout)
         )
@@ -159,13 +159,14 @@ class Bus:
 
 
 class Subscription:
-    """One connection that listens to channels. It never reconnects by itself: a hole in what was heard must be seen, so that its owner
-    subscribes anew and asks for what it missed. Raises BusUnavailable where the connection broke or fell silent."""
+    """One connection that listens to channels. It never reconnects by itself: a hole in what was heard must be seen, so that its
+    owner subscribes anew and asks for what it missed. Raises BusUnavailable where the connection broke or fell silent.
+    """
 
     def __init__(self, url: str, channels: tuple[str, ...], timeout: float = TIMEOUT) -> None:
         pool = redis.ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 0), **_options(timeout))
         self._pool = pool
-        self._connection = pool.make_connection()
+        self._connection: Any = pool.make_connection()
         self._timeout = timeout
         try:
             self._connection.connect()
@@ -226,7 +227,7 @@ class AsyncBus:
         self._client = self._connect(timeout, max_connections)
         self._blocking = self._connect(timeout + MAX_BLOCK, max_connections)
 
-    def _connect(self, timeout: float, max_connections: int) -> redis.asyncio.Redis:
+    def _connect(self, timeout: float, max_connections: int) -> Any:  # redis.asyncio.Redis
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             self.url, max_connections=max_connections, timeout=timeout, retry=AsyncRetry(NoBackoff(), 0), **_options(timeout)
         )
@@ -294,8 +295,9 @@ class AsyncSubscription:
     """As Subscription. One task at a time may call `get`; a cancelled `get` closes the subscription."""
 
     def __init__(self, url: str, channels: tuple[str, ...], timeout: float = TIMEOUT) -> None:
-        self._pool = redis.asyncio.ConnectionPool.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **_options(timeout))
-        self._connection = cast(Any, self._pool.make_connection())
+        pool: Any = redis.asyncio.ConnectionPool.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **_options(timeout))
+        self._pool = pool
+        self._connection = pool.make_connection()
         self._channels = channels
         self._timeout = timeout
         self._heard = 0.0

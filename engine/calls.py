@@ -219,6 +219,20 @@ def owned(model: str, slot: str, incarnation: int) -> Call[list[Taken]]:
     )
 
 
+def reject(model: str, slot: str, incarnation: int, entry: str, error: str, retention: float = RECORD_RETENTION) -> Call[bool]:
+    """End, with an error, a taken entry whose payload cannot be read; False: it was not this incarnation's. Raises Fenced."""
+    arguments = (
+        incarnation,
+        entry,
+        int(FinishReason.ERROR),
+        error,
+        _seconds(time.time()),
+        _milliseconds(retention),
+        keys.client_channel(),
+    )
+    return Call(bool, script("reject", *_LEDGER), (*_ledger_keys(model), keys.slot(model, slot)), arguments)
+
+
 @dataclass(frozen=True)
 class EndedRequest:
     """One request (all its choices) that its engine ended."""
@@ -336,7 +350,7 @@ BURY_BATCH = 128  # pending entries looked at in one script: Redis answers nobod
 def bury(model: str, slot: str, incarnation: int, error: str, retention: float = RECORD_RETENTION) -> Call[int]:
     """End, with an error, what the slot's engines up to `incarnation` had in flight; how many requests that were.
 
-    Refuses (0) while the slot is held by one of these incarnations. Bounded batches follow one another.
+    Refuses (0) while the slot is held by one of these incarnations (see `declare_dead`). Bounded batches follow one another.
     """
 
     def batch(start: str, buried: int) -> Call[int]:
@@ -358,6 +372,13 @@ def bury(model: str, slot: str, incarnation: int, error: str, retention: float =
         return Call(decode, script("bury", *_LEDGER), (*_ledger_keys(model), keys.slot(model, slot)), arguments)
 
     return batch("-", 0)
+
+
+def declare_dead(model: str, slot: str, incarnation: int, error: str, retention: float = RECORD_RETENTION) -> Call[int]:
+    """For who saw the engine's process exit: its slot is free at once, and what it had in flight is buried."""
+    release = release_slot(model, slot, incarnation)
+    burial = bury(model, slot, incarnation, error, retention)
+    return Call(lambda _: burial, release.script, release.keys, release.arguments)
 
 
 def control(model: str, slot: str, incarnation: int, command: ControlCommand) -> Call[None]:

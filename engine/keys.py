@@ -22,7 +22,7 @@ def _of(model: str, name: str) -> str:
 
 
 def requests(model: str) -> str:
-    """Stream: one entry a request that has not ended, fields `id` and `payload`; group `engines`, its pending list is the ledger."""
+    """Stream: one entry a request that has not ended, fields `id` and `payload`. The pending list of its group is the ledger."""
     return _of(model, "requests")
 
 
@@ -42,7 +42,7 @@ def ended(model: str) -> str:
 
 
 def load(model: str) -> str:
-    """Hash of sums: `requests` (choices that have not ended), `tokens` (prompt tokens that wait), each also as `<name>:<tenant>`."""
+    """Hash of sums: `requests` (choices not ended) and `tokens` (prompt tokens that wait), each also as `<name>:<tenant>`."""
     return _of(model, "load")
 
 
@@ -167,11 +167,6 @@ def absent_engine(model: str, slot: str) -> str:
 def client_channel(incarnation: str = "") -> str:
     """Where an API server incarnation listens for ClientMessages. Without one: the prefix."""
     return f"headrace:client:{incarnation}"
-
-
-def reply_channel(name: str) -> str:
-    """Where the caller of a control command listens for its ControlReply."""
-    return f"headrace:reply:{name}"
 
 
 def wake_channel(model: str) -> str:

@@ -1,4 +1,4 @@
-"""Who is alive: engine slots and API servers, each a key with a time to live, and the one rule by which an observer may declare death."""
+"""Who is alive: engine slots and API servers, each a key with a time to live; and who may say that one is dead."""
 
 from __future__ import annotations
 

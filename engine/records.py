@@ -3,7 +3,7 @@ the prompt; the whole output is in it once the request has ended."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ class RecordView:
 
 
 # Annotations are strings here (postponed evaluation): "str" | "int" | "float" | "bool".
-_PARSERS = {"int": int, "float": float, "bool": lambda value: value == "1", "str": str}
+_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": lambda value: value == "1", "str": str}
 _FIELD_PARSERS = {name: _PARSERS[str(kind)] for name, kind in RecordView.__annotations__.items()}
 FIELDS = tuple(_FIELD_PARSERS)
 
