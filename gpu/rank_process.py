@@ -1,0 +1,93 @@
+"""A worker process as its executor sees it: how it is started, its channels, and what its end means. Torch-free."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import NamedTuple
+
+from gpu.config import WorkerConfig
+from gpu.worker import Logged, num_compute_threads
+
+KILL_SECONDS = 1.0  # that a process may take to vanish after SIGTERM, and after SIGKILL
+
+
+class Trouble(NamedTuple):
+    """Why a rank cannot go on. Of several the least is the cause: the others failed because they missed that rank."""
+
+    when: float  # CLOCK_MONOTONIC
+    text: str
+
+
+class RankProcess:
+    """One worker process, its channels and its end."""
+
+    def __init__(self, index: int, config: WorkerConfig, rendezvous: int | None) -> None:
+        self.index = index
+        self.trouble: Trouble | None = None
+        num_ranks = config.parallel.tensor_parallel_size
+        self._socket, worker_socket = socket.socketpair()
+        self.reports, worker_reports = Pipe(duplex=False)
+        with worker_socket, worker_reports:
+            descriptors = [worker_socket.fileno(), worker_reports.fileno()]
+            arguments = [f"--rank={index}", f"--of={num_ranks}", f"--parent={os.getpid()}"]
+            arguments += [f"--commands={descriptors[0]}", f"--reports={descriptors[1]}"]
+            # A fresh interpreter that imports gpu.worker alone: the caller's main module, whatever it is, does not run again in it.
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "gpu.worker", *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors if rendezvous is None else [*descriptors, rendezvous],
+                env=_environment(config),
+            )
+        self.commands = Connection(os.dup(self._socket.fileno()))
+
+    def hang_up(self, how: int = socket.SHUT_WR) -> None:
+        """SHUT_WR orders the worker to stop; SHUT_RDWR also wakes whoever waits for its answer."""
+        with suppress(OSError):
+            self._socket.shutdown(how)
+
+    def reap(self, doing: str) -> None:
+        """After the end of file; notes how it ended unless it told why."""
+        self.reports.close()
+        try:
+            status = self.process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            status = self.process.wait()
+        if self.trouble is not None:
+            return
+        if status >= 0:
+            self.trouble = Trouble(time.monotonic(), f"rank {self.index} exited with status {status} {doing}")
+            return
+        # Other ranks may report the loss of this one before its end is seen here. Who aborts, though, may do so for another's loss.
+        when = time.monotonic() if -status == signal.SIGABRT else 0.0
+        hint = " (as the kernel does when memory runs out)" if -status == signal.SIGKILL else ""
+        self.trouble = Trouble(when, f"rank {self.index} was killed by signal {-status} {doing}{hint}")
+
+    def log(self, logged: Logged) -> None:
+        target = logging.getLogger(logged.name)
+        if target.isEnabledFor(logged.level):
+            values = {"levelno": logged.level, "levelname": logging.getLevelName(logged.level), "name": logged.name}
+            values |= {"msg": logged.message, "created": logged.created, "msecs": logged.created % 1 * 1000}
+            values |= {"process": self.process.pid, "processName": f"rank{self.index}"}
+            target.handle(logging.makeLogRecord(values))
+
+
+def _environment(config: WorkerConfig) -> dict[str, str]:
+    root = str(Path(__file__).resolve().parent.parent)
+    threads = str(num_compute_threads(config))
+    return {
+        "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this host: nothing for other hosts to reach
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([root, *(path or os.getcwd() for path in sys.path)]),
+        "OMP_NUM_THREADS": threads,
+        "NUMBA_NUM_THREADS": threads,
+    }

@@ -1,0 +1,267 @@
+"""The process of one rank: it loads its shard, then executes the steps that the executor sends it. Imports torch only to load.
+
+Two channels, both MessagePack: `commands` brings `Command`s in and takes rank 0's `ModelRunnerOutput`s back, `reports` takes
+progress, log records and the reason of a failure to the executor. The end of file on `commands` is the order to stop; the executor
+reads the end of file on `reports` as this process's death.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Protocol
+
+import msgspec
+
+from gpu.config import Capacity, WorkerConfig
+from gpu.errors import CheckpointError
+from gpu.plan import ModelRunnerOutput, SchedulerOutput, decode_plan, encode
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
+PR_SET_NAME = 15
+EXIT_SECONDS = 30.0  # how long a worker may outlive its executor's end of the channel, busy with a step or not
+
+logger = logging.getLogger(__name__)
+
+
+class Load(msgspec.Struct, array_like=True, tag=0):
+    config: WorkerConfig
+    init_method: str  # how the ranks find each other (torch.distributed)
+    log_level: int
+
+
+class AllocateKV(msgspec.Struct, array_like=True, tag=1):
+    num_blocks: int
+    max_model_len: int
+
+
+class Execute(msgspec.Struct, array_like=True, tag=2):
+    plan: bytes  # SchedulerOutput as `gpu.plan.encode` makes it
+
+
+Command = Load | AllocateKV | Execute
+
+
+class Progress(msgspec.Struct, array_like=True, tag=0):
+    fraction: float  # of loading, 0 to 1
+
+
+class Loaded(msgspec.Struct, array_like=True, tag=1):
+    capacity: Capacity
+
+
+class Allocated(msgspec.Struct, array_like=True, tag=2):
+    pass
+
+
+class Failed(msgspec.Struct, array_like=True, tag=3):
+    doing: str  # "while loading", "in step 7"
+    reason: str
+    when: float  # CLOCK_MONOTONIC, one clock for all processes: of several ranks' failures the first is the cause
+
+
+class Logged(msgspec.Struct, array_like=True, tag=4):
+    """A log record: the executor's process handles it, so that all of an engine's log has one format and one place."""
+
+    name: str
+    level: int
+    message: str
+    created: float  # seconds since the epoch
+
+
+Report = Progress | Loaded | Allocated | Failed | Logged
+
+_encoder = msgspec.msgpack.Encoder()
+encode_command: Callable[[Command], bytes] = _encoder.encode
+encode_report: Callable[[Report], bytes] = _encoder.encode
+decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
+decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decode
+
+
+class Runner(Protocol):
+    """What `gpu.runner.ModelRunner` and `gpu.null.NullRunner` have in common."""
+
+    def load(self, progress: Callable[[float], None]) -> None: ...
+    def capacity(self) -> Capacity: ...
+    def allocate_kv(self, num_blocks: int, max_model_len: int) -> None: ...
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput: ...
+
+
+def make_runner(config: WorkerConfig, rank: int, init_method: str) -> Runner:
+    """The runner of one rank, not loaded yet; joins the ranks' group, hence returns when all ranks have called it."""
+    if config.model.load_format == "null":
+        from gpu.null import NullRunner
+
+        return NullRunner(config, rank)
+
+    import torch
+
+    from gpu.distributed import init_group
+    from gpu.runner import ModelRunner
+    from gpu.weights import DummyCheckpoint, open_checkpoint
+
+    checkpoint = open_checkpoint(config.model.model)
+    if config.model.load_format == "dummy":
+        checkpoint = DummyCheckpoint(checkpoint.config, config.model.seed)
+    use_cuda = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda", rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(num_compute_threads(config))
+    group = init_group(rank, config.parallel.tensor_parallel_size, init_method)
+    return ModelRunner(config, checkpoint, device, group)
+
+
+def num_compute_threads(config: WorkerConfig) -> int:
+    """As configured, else OMP_NUM_THREADS, else this rank's share of the cores; of four or more one is left to the front end."""
+    if config.parallel.num_threads > 0:
+        return config.parallel.num_threads
+    if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
+        return max(1, int(os.environ["OMP_NUM_THREADS"]))
+    num_cores = len(os.sched_getaffinity(0))
+    return max(1, (num_cores - (num_cores >= 4)) // config.parallel.tensor_parallel_size)
+
+
+def leave_group() -> None:
+    """Ends this rank's torch.distributed group, if it is in one."""
+    if "torch" in sys.modules:
+        import torch.distributed
+
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def describe(error: BaseException) -> str:
+    """An exception as a reason; errors that are meant for people speak for themselves."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+class Worker:
+    def __init__(self, rank: int, commands: Connection, reports: Connection) -> None:
+        self.rank = rank
+        self.commands = commands
+        self.reports = reports
+        self._report_lock = threading.Lock()
+        self._inbox: SimpleQueue[Command | None] = SimpleQueue()
+        self._told_to_stop = threading.Event()
+        self._runner: Runner | None = None
+        self._doing = "while loading"
+
+    def run(self) -> int:
+        """Obeys until told to stop or until something fails; the process's exit status."""
+        logging.getLogger().addHandler(_ReportHandler(self))
+        threading.Thread(target=self._receive, name="commands", daemon=True).start()
+        try:
+            while (command := self._inbox.get()) is not None and not self._told_to_stop.is_set():
+                self._obey(command)
+        except Exception as error:
+            if self._told_to_stop.is_set():
+                return 0
+            self.report(Failed(self._doing, describe(error), time.monotonic()))  # first, before ranks that need this one fail too
+            logger.exception("rank %d failed %s", self.rank, self._doing)
+            return 1
+        leave_group()
+        return 0
+
+    def report(self, report: Report) -> None:
+        payload = encode_report(report)
+        with self._report_lock:
+            self.reports.send_bytes(payload)
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Load):
+            self._runner = self._load(command)
+            return
+        assert self._runner is not None, "Load is the first command"
+        if isinstance(command, Execute):
+            plan = decode_plan(command.plan)
+            self._doing = f"in step {plan.step}"
+            output = self._runner.execute(plan)
+            if self.rank == 0:
+                self.commands.send_bytes(encode(output))
+        else:
+            self._doing = "while allocating the KV cache"
+            self._runner.allocate_kv(command.num_blocks, command.max_model_len)
+            self.report(Allocated())
+
+    def _load(self, command: Load) -> Runner:
+        logging.getLogger().setLevel(command.log_level)
+        runner = make_runner(command.config, self.rank, command.init_method)
+        runner.load(lambda fraction: self.report(Progress(fraction)))
+        capacity = runner.capacity()
+        gc.collect()
+        gc.freeze()  # what loading made lives as long as the process: no collection need look at it again
+        self.report(Loaded(capacity))
+        return runner
+
+    def _receive(self) -> None:
+        """On its own thread, so that the executor's `submit` never waits for a step and its death is seen during one."""
+        try:
+            while True:
+                self._inbox.put(decode_command(self.commands.recv_bytes()))
+        except (EOFError, OSError):
+            pass
+        except msgspec.DecodeError as error:
+            self.report(Failed("while it read a command", describe(error), time.monotonic()))
+        self._told_to_stop.set()
+        self._inbox.put(None)
+        time.sleep(EXIT_SECONDS)
+        os._exit(1)
+
+
+class _ReportHandler(logging.Handler):
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        self.worker = worker
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.worker.report(Logged(record.name, record.levelno, self.format(record), record.created))
+        except OSError:  # the executor is gone, and with it the log
+            pass
+
+
+def die_with_parent(parent: int) -> None:
+    """The kernel kills this process when the thread that started it ends, however it ends (Linux)."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it was over before the line above
+        os._exit(1)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="headrace-worker", description="One rank of a model; started by the executor.")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--of", type=int, required=True, help="number of ranks")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the executor")
+    parser.add_argument("--commands", type=int, required=True, help="file descriptor of a socket")
+    parser.add_argument("--reports", type=int, required=True, help="file descriptor of a pipe's writing end")
+    options = parser.parse_args(arguments)
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all of a terminal's processes; whoever owns the engine ends it in order
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    die_with_parent(options.parent)
+    ctypes.CDLL(None).prctl(PR_SET_NAME, f"headrace-rank{options.rank}".encode())
+    faulthandler.enable()
+    for descriptor in (options.commands, options.reports):
+        os.set_inheritable(descriptor, False)  # a child that kept them would hide this process's end
+    return Worker(options.rank, Connection(options.commands), Connection(options.reports, readable=False)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
