@@ -164,9 +164,9 @@ class Subscription:
     """
 
     def __init__(self, url: str, channels: tuple[str, ...], timeout: float = TIMEOUT) -> None:
-        pool = redis.ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 0), **_options(timeout))
+        pool: Any = redis.ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 0), **_options(timeout))
         self._pool = pool
-        self._connection: Any = pool.make_connection()
+        self._connection = pool.make_connection()
         self._timeout = timeout
         try:
             self._connection.connect()

@@ -76,6 +76,21 @@ def usage_day(model: str, day: int | str = "") -> str:
     return _of(model, f"usage:day:{day}")
 
 
+def ledger(model: str) -> tuple[str, ...]:
+    """KEYS 1-9 of every script that moves requests, in the order of lua/ledger.lua."""
+    return (
+        requests(model),
+        order(model),
+        live(model),
+        ended(model),
+        load(model),
+        usage(model),
+        record(model),
+        external(model),
+        tombstone(model),
+    )
+
+
 # Engines.
 
 

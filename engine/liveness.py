@@ -11,15 +11,11 @@ import msgspec
 
 from engine import keys
 from engine.protocol import EngineInfo, decode_info, encode
-from engine.scripts import Call, script
+from engine.scripts import Call, milliseconds, script
 
 SLOT_TTL = 2.0  # seconds that a slot outlives its last heartbeat
 BEAT_INTERVAL = 0.5
 API_TTL = 3.0
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(1, round(seconds * 1000))
 
 
 class ClaimedSlot(NamedTuple):
@@ -42,7 +38,7 @@ def claim_slot(model: str, info: EngineInfo, ttl: float = SLOT_TTL) -> Call[Clai
         claimed,
         script("claim"),
         (keys.slots(model), keys.incarnation(model), keys.slot(model), keys.slot_claim(model), keys.requests(model)),
-        (secrets.token_hex(8), _milliseconds(ttl), keys.GROUP),
+        (secrets.token_hex(8), milliseconds(ttl), keys.GROUP),
     )
     return Call(lambda _: claim, commands=(("SADD", keys.models(), model),))
 
@@ -53,7 +49,7 @@ def beat(model: str, slot: str, incarnation: int, info: EngineInfo, ttl: float =
         lambda _: None,
         script("beat"),
         (keys.slot(model, slot), keys.slot_info(model, slot)),
-        (incarnation, _milliseconds(ttl), encode(info)),
+        (incarnation, milliseconds(ttl), encode(info)),
     )
 
 
@@ -99,7 +95,7 @@ def announce_api(info: bytes = b"", ttl: float = API_TTL) -> Call[str]:
             return incarnation if results[0] is not None else announce_api(info, ttl)
 
         commands = (
-            ("SET", keys.api(incarnation), info, "NX", "PX", _milliseconds(ttl)),
+            ("SET", keys.api(incarnation), info, "NX", "PX", milliseconds(ttl)),
             ("ZADD", keys.apis(), seconds, incarnation),
         )
         return Call(chosen, commands=commands, transaction=True)
@@ -109,7 +105,7 @@ def announce_api(info: bytes = b"", ttl: float = API_TTL) -> Call[str]:
 
 def beat_api(incarnation: str, info: bytes = b"", ttl: float = API_TTL) -> Call[None]:
     commands = (
-        ("SET", keys.api(incarnation), info, "PX", _milliseconds(ttl)),
+        ("SET", keys.api(incarnation), info, "PX", milliseconds(ttl)),
         ("ZADD", keys.apis(), int(incarnation) // 1_000_000, incarnation),
     )
     return Call(lambda answers: None, commands=commands, transaction=True)

@@ -29,6 +29,16 @@ class Fenced(Exception):
     """The slot is held by another incarnation, or by none: drop everything and start again."""
 
 
+def milliseconds(seconds: float) -> int:
+    """A duration as Redis takes it."""
+    return max(1, round(seconds * 1000))
+
+
+def epoch(timestamp: float) -> str:
+    """A point of time as records hold it: epoch seconds with microseconds."""
+    return f"{timestamp:.6f}"
+
+
 @dataclass(frozen=True)
 class Script:
     name: str
