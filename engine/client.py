@@ -62,7 +62,7 @@ class AbortResult:
 
 
 class AsyncClient:
-    """See the module. `on_failure` is called when a background task dies of anything but Redis being away: the process must stop."""
+    """`on_failure` is called when a background task dies of anything but Redis being away: the process must stop then."""
 
     def __init__(
         self, bus: AsyncBus, on_failure: Callable[[BaseException], None] | None = None, clock: Callable[[], float] = time.monotonic
@@ -225,7 +225,7 @@ class AsyncClient:
                 stream.take_end(FinishReason[record.reason.upper()], record.error or None)
 
     async def _finish(self, stream: RequestStream, choice: int, reason: FinishReason, keep: int, stop_reason: str | None) -> None:
-        """What RequestStream.stop and .abort call: on its way before the caller could be cancelled, done whether it waits or not."""
+        """What RequestStream.stop and .abort call: on its way whether or not the caller is cancelled."""
         self._errand(self._end(stream.model, stream.request_id, Abort(stream.request_id, choice, reason, keep, stop_reason)))
 
     async def _end(self, model: str, request_id: str, command: Abort) -> FinishOutcome:

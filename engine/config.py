@@ -1,4 +1,5 @@
-"""The configuration tree of headrace: one typed section a concern, filled from command line, environment and file (ops/settings.py).
+"""The configuration tree of headrace: one typed section a concern, filled by ops/settings.py from command
+line, environment and file.
 
 Flags carry vLLM's names where vLLM has the option. `docs/configuration.md` is generated from here.
 """

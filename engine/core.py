@@ -9,17 +9,19 @@ from dataclasses import replace
 
 from engine.config import Capacity, EngineConfig, WorkerConfig
 from engine.limits import Limits, calibrated_budget, fit_kv_cache, step_limits
+from engine.outputs import StepOutputs
 from engine.protocol import EngineStats, FinishReason
 from engine.request import Request
-from engine.scheduler import Scheduler, StepOutputs
+from engine.scheduler import Scheduler
 from gpu.executor import Executor
 
 
 class EngineCore:
     """One model on its workers, and the requests it runs.
 
-    The constructor starts the workers and returns when they are loaded, profiled and have their KV cache; it raises `DoesNotFit` for
-    what the memory does not allow and the executor's `WorkerError` for a worker that fails, and leaves no process behind then.
+    The constructor starts the workers and returns when they are loaded, profiled and have their KV cache; it raises
+    `DoesNotFit` for what the memory does not allow and the executor's `WorkerError` for a worker that fails, and leaves no process
+    behind then.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The engine's heartbeat: it stands for a loop that makes progress, not for a process that exists.
 
-Every half second the slot's time to live is renewed, with the live snapshot, as long as the step in progress is younger than ten times
-its forecast. A loop that hangs falls silent, and whoever watches declares it dead.
+Every half second the slot's time to live is renewed, with the live snapshot, as long as the step in progress is younger than ten
+times its forecast. A loop that hangs falls silent, and whoever watches declares it dead.
 """
 
 from __future__ import annotations

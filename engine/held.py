@@ -1,4 +1,4 @@
-"""What an engine holds of each request it took: its entry on the stream, its choices' ends, and what its record needs in the end."""
+"""What an engine holds of each request it took: its source, its choices and how they ended, what its record needs in the end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class HeldRequest:
             handle=request.handle,
             choice=request.choice,
             num_tokens=request.num_output_tokens,
-            reason=FinishReason(request.finish_reason),
+            reason=reason_of(request),
             stop_reason=request.stop_reason,
             num_cached_tokens=request.num_cached_tokens,
             times=request.times,
@@ -50,7 +50,7 @@ class HeldRequest:
         choices = [
             StoredChoice(
                 encode_column(request.output_token_ids),
-                FinishReason(request.finish_reason),
+                reason_of(request),
                 request.stop_reason,
                 request.error,
                 self.logprobs[request.choice][: request.num_output_tokens],
@@ -115,6 +115,12 @@ def make_held(entry_id: str, source: EngineCoreRequest, client: int, received: f
     """The choices of an `EngineCoreRequest` as the scheduler takes them. `client`: index of its API server in the loop's table."""
     choices = make_requests(source, client, received)
     return HeldRequest(entry_id, source, choices, [[] for _ in choices])
+
+
+def reason_of(request: Request) -> FinishReason:
+    """Of a request that has ended."""
+    assert request.finish_reason is not None, f"{request} has not ended"
+    return request.finish_reason
 
 
 def output_logprobs(request: Request, offset: int, entry: SampledLogprobs) -> OutputLogprobs:

@@ -59,7 +59,7 @@ def fit_kv_cache(model: ModelConfig, cache: CacheConfig, capacity: Capacity) -> 
         return min(feasible, capacity.max_model_len), num_blocks
     if model.max_model_len is not None and model.max_model_len > capacity.max_model_len:
         raise DoesNotFit(
-            f"--max-model-len {model.max_model_len} is more than the model was made for: {capacity.max_model_len} tokens. Use that or less."
+            f"--max-model-len {model.max_model_len} is more than the model was made for: {capacity.max_model_len} tokens."
         )
     wanted = model.max_model_len or capacity.max_model_len
     if wanted > feasible:
@@ -74,8 +74,8 @@ def _explain(wanted: int, capacity: Capacity, cache: CacheConfig, feasible: int)
         available = cache.num_gpu_blocks_override * capacity.block_bytes
     return (
         f"The KV cache of one request of {wanted} tokens needs {_mib(needed)}, but {_mib(available)} are available for it. "
-        f"The longest feasible length is {feasible} tokens: use --max-model-len {max(feasible, cache.block_size)} (or -1 for as many as fit), "
-        "or give it more memory with --kv-cache-memory-bytes or --gpu-memory-utilization."
+        f"The longest feasible length is {feasible} tokens: use --max-model-len {max(feasible, cache.block_size)} "
+        "(or -1 for as many as fit), or give it more memory with --kv-cache-memory-bytes or --gpu-memory-utilization."
     )
 
 

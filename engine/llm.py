@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from engine.core import EngineCore
+from engine.outputs import StepOutputs
 from engine.protocol import FinishReason, SamplingParams, child_seed
 from engine.request import Request
-from engine.scheduler import StepOutputs
 from gpu.plan import PromptLogprobs, SampledLogprobs
 
 
@@ -51,7 +51,7 @@ class Completion:
 class LLM:
     """A model, its scheduler and its workers behind one blocking call.
 
-    Options are the fields of the configuration sections under their own names (`max_model_len=2048`, `tensor_parallel_size=2`, ...).
+    Options are the fields of the configuration sections by name (`max_model_len=2048`, `tensor_parallel_size=2`, ...).
     The worker lives in this process unless `distributed_executor_backend="mp"` or tensor parallelism asks for processes.
     """
 

@@ -19,6 +19,7 @@ from engine.heartbeat import Heartbeat
 from engine.held import HeldRequest, HeldRequests, make_held, output_logprobs, output_prompt_logprobs
 from engine.intake import Arrival, Intake
 from engine.outflow import Outflow, Report
+from engine.outputs import StepOutputs
 from engine.protocol import (
     Abort,
     ControlCommand,
@@ -30,7 +31,6 @@ from engine.protocol import (
     encode_column,
 )
 from engine.request import Request
-from engine.scheduler import StepOutputs
 from engine.utilities import run_utility
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class EngineStopped(Exception):
 
 
 class EngineLoop:
-    """Owns the core and what it holds. `run` returns after `stop`, or raises what made going on impossible (WorkerError, Fenced)."""
+    """Owns the core and what it holds. `run` returns after `stop`, or raises what made going on impossible."""
 
     def __init__(self, core: EngineCore, model: str, clients: list[str]) -> None:
         self.core = core

@@ -17,10 +17,10 @@ import numpy as np
 from engine import calls, keys
 from engine.bus import Bus, BusUnavailable
 from engine.calls import EndedRequest
-from engine.held import HeldRequest, output_logprobs, output_prompt_logprobs
-from engine.protocol import ControlReply, EngineCoreOutputs, FinishReason, encode, encode_column
+from engine.held import HeldRequest, output_logprobs, output_prompt_logprobs, reason_of
+from engine.outputs import StepOutputs
+from engine.protocol import ControlReply, EngineCoreOutputs, encode, encode_column
 from engine.request import Request
-from engine.scheduler import StepOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ def _ended_request(held: HeldRequest) -> EndedRequest:
         fields["last_token"] = f"{max(each.last_token for each in started):.6f}"
     return EndedRequest(
         request_id=held.source.request_id,
-        reason=FinishReason(worst.finish_reason),
+        reason=reason_of(worst),
         output=encode(held.stored_output()),
         output_tokens=sum(request.num_output_tokens for request in held.choices),
         cached_tokens=held.choices[0].num_cached_tokens,

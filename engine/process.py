@@ -121,10 +121,7 @@ def _serve(config: EngineConfig, progress: Progress, signals: StopSignals, shutd
             bus.run(calls.bury(name, info.slot, info.incarnation - 1, ENGINE_DIED))
             loop = connect(core, bus, info, config.redis.record_retention)
             signals.obey_with(lambda: loop.stop(shutdown_timeout))
-            logger.info(
-                "engine %s of %s is ready: %d KV blocks of %d tokens, context %d tokens, %d tokens a step, %d requests at once",
-                info.slot, name, info.num_blocks, info.block_size, info.max_model_len, info.max_num_batched_tokens, info.max_num_seqs,
-            )  # fmt: skip
+            logger.info("%s", describe(info))
             progress.say("ready", model=name, slot=info.slot, max_model_len=info.max_model_len, num_blocks=info.num_blocks)
             loop.run()
         return 0
@@ -169,6 +166,12 @@ def engine_info(config: EngineConfig, core: EngineCore, name: str, tokenizer: st
         host=socket.gethostname(),
         started=time.time(),
     )
+
+
+def describe(info: EngineInfo) -> str:
+    kv = f"{info.num_blocks} KV blocks of {info.block_size} tokens, context {info.max_model_len} tokens"
+    step = f"{info.max_num_batched_tokens} tokens a step, {info.max_num_seqs} requests at once"
+    return f"engine {info.slot} of {info.model} is ready: {kv}, {step}"
 
 
 def tokenizer_bundle(config: EngineConfig) -> TokenizerBundle:
