@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from gpu.errors import CheckpointError
-from gpu.gguf import GGUFFile, TensorInfo, gguf_name, hf_config, permuted_heads
+from gpu.gguf import GGUFFile, TensorInfo
+from gpu.gguf_architecture import gguf_name, hf_config, permuted_heads
 from gpu.models.config import ArchitectureConfig
 from gpu.quantization import SUPPORTED_TYPES, dequantize
 
@@ -92,7 +93,12 @@ class SafetensorsCheckpoint(Checkpoint):
     """A directory with config.json and either model.safetensors or the shards of model.safetensors.index.json."""
 
     def __init__(self, folder: Path):
-        super().__init__(ArchitectureConfig.from_hf_config(_read_json(folder / "config.json")))
+        config = _read_json(folder / "config.json")
+        if (folder / "generation_config.json").is_file():  # its end tokens, where it names them, are the complete ones
+            config |= {
+                k: v for k, v in _read_json(folder / "generation_config.json").items() if k == "eos_token_id" and v is not None
+            }
+        super().__init__(ArchitectureConfig.from_hf_config(config))
         self.folder = folder
         self._files = {path: _open_safetensors(path) for path in _safetensors_files(folder)}
         self._file_of = {name: file for file in self._files.values() for name in file.keys()}
