@@ -1,0 +1,130 @@
+"""The command line. What a command needs is imported when it runs: `headrace ps` loads neither torch nor FastAPI."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import version as distribution_version
+from typing import Any
+
+import click
+
+from ops.errors import CommandError
+from ops.options import SettingsCommand, given, setting_options
+from ops.settings import Resolved, resolve
+
+CONTEXT = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 110,
+    "token_normalize_func": lambda name: name.replace("_", "-"),  # --max_model_len, as vLLM takes it too
+}
+config_option = click.option(
+    "--config", "config_file", metavar="FILE", help="YAML file of settings, `name: value` lines; flags win"
+)
+progress_option = click.option("--progress-fd", type=int, hidden=True)
+
+
+class Commands(click.Group):
+    """Commands in the order of their writing, which is the order of a first day with headrace."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=Commands, context_settings=CONTEXT)
+@click.version_option(distribution_version("headrace"), "-V", "--version", prog_name="headrace")
+def cli() -> None:
+    """An LLM inference server on Redis streams, with an OpenAI-compatible API.
+
+    \b
+    headrace serve demo            a small model, fetched at the first use
+    headrace serve PATH            a safetensors directory or a .gguf file
+    headrace ps                    what runs and waits
+    headrace inspect ID            where a request spent its time
+    headrace abort ID              end it, and hear that it is over
+    """
+
+
+@cli.command(cls=SettingsCommand, short_help="Serve a model: Redis, engine, workers and API on this machine.")
+@config_option
+@setting_options(("model", "cache", "parallel", "scheduler", "redis", "api", "log"))
+def serve(config_file: str | None, **values: Any) -> int:
+    """Serve MODEL: a safetensors directory, a .gguf file, or `demo` (SmolLM2-135M-Instruct, fetched at the first use).
+
+    Starts an embedded Valkey where no --redis-url is given, the API servers, the engine with its workers, and a Celery worker for
+    upkeep; starts again what dies; ends them all on Ctrl-C or SIGTERM. Every option is also an environment variable
+    (HEADRACE_MAX_MODEL_LEN) and a line of the --config file (max-model-len: 4096).
+    """
+    from ops.logs import configure_logging
+    from ops.serve import serve as run
+
+    resolved = resolve(given(values), os.environ, config_file)
+    configure_logging(resolved.config.log, "serve")
+    return run(resolved)
+
+
+@cli.command(cls=SettingsCommand, short_help="Run an API server alone, on a Redis.")
+@config_option
+@setting_options(("redis", "api", "log"))
+@click.option("--fd", type=int, hidden=True, help="listening socket to inherit")
+def api(config_file: str | None, fd: int | None, **values: Any) -> int:
+    """Run one API server on the Redis of --redis-url. It serves every model that has a live engine there."""
+    from ops.roles import run_api
+
+    return run_api(_with_redis(resolve(given(values), os.environ, config_file)), fd)
+
+
+@cli.command(cls=SettingsCommand, short_help="Run an engine with its workers alone, on a Redis.")
+@config_option
+@setting_options(("model", "cache", "parallel", "scheduler", "redis", "log"), more=("served_model_name",))
+@progress_option
+def engine(config_file: str | None, progress_fd: int | None, **values: Any) -> int:
+    """Run one engine with its workers on the Redis of --redis-url. API servers find it there."""
+    from ops.roles import run_engine
+
+    return run_engine(_with_redis(resolve(given(values), os.environ, config_file)), progress_fd)
+
+
+@cli.command()
+def version() -> None:
+    """Print the version."""
+    click.echo(distribution_version("headrace"))
+
+
+@cli.command("config-docs", hidden=True)
+def config_docs() -> None:
+    """Print docs/configuration.md, made from the configuration tree."""
+    from ops.reference import configuration_markdown
+
+    click.echo(configuration_markdown(), nl=False)
+
+
+def _with_redis(resolved: Resolved) -> Resolved:
+    """The Redis that is named, else that of the `serve` on this machine."""
+    from ops.embedded import redis_url
+
+    if not resolved.config.redis.redis_url:
+        resolved.derive("redis_url", redis_url("", resolved.config.redis.data_dir), "the `serve` that runs here")
+    return resolved
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point. Errors that a user can mend are one line; the exit status is the command's return value."""
+    try:
+        status = cli.main(arguments, prog_name="headrace", standalone_mode=False)
+    except click.exceptions.Abort:
+        status = 130
+    except click.ClickException as error:
+        error.show()
+        status = error.exit_code
+    except CommandError as error:
+        click.echo(f"headrace: {error}", err=True)
+        status = error.exit_code
+    except BrokenPipeError:  # `headrace ps | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status or 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Logs of every process: JSON lines for machines, short lines on a terminal; `extra` fields (request_id above all) stand in both.
+
+No record ever holds prompt or answer text: nothing in headrace logs it, and this module has no switch that would.
+"""
+
+from __future__ import annotations
+
+import logging
+import logging.config
+import sys
+import traceback
+from datetime import UTC, datetime
+from typing import IO, Any, cast
+
+from pythonjsonlogger.json import JsonFormatter
+
+from engine.config import LogConfig
+
+_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "color_message"}
+_QUIET = ("asyncio", "httpx", "httpcore", "numba", "kombu", "celery.beat", "celery.worker.strategy", "celery.app.trace")
+
+
+def resolve_format(config: LogConfig, stream: IO[str] = sys.stderr) -> str:
+    """`auto` is text on a terminal and json elsewhere."""
+    if config.log_format != "auto":
+        return config.log_format
+    return "text" if stream.isatty() else "json"
+
+
+def configure_logging(config: LogConfig, role: str) -> None:
+    """Send all loggers of this process to stderr in the configured form. `role` names the process: serve, api, engine, worker."""
+    handler = _StderrHandler()
+    handler.setFormatter(_TextFormatter(role) if resolve_format(config) == "text" else _JsonFormatter(role))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(config.log_level.upper())
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+
+
+class _StderrHandler(logging.StreamHandler[IO[str]]):
+    """Looks sys.stderr up at each record, so that a progress display that replaces it for a while keeps its line whole."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    @property
+    def stream(self) -> IO[str]:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: IO[str]) -> None:
+        """The base class assigns its own once; there is nothing to keep."""
+
+
+class _JsonFormatter(JsonFormatter):
+    def __init__(self, role: str) -> None:
+        super().__init__(static_fields={"role": role})
+
+    def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
+        log_data["time"] = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        log_data["level"] = record.levelname.lower()
+        log_data["logger"] = record.name
+        log_data["pid"] = record.process
+        super().add_fields(log_data, record, message_dict)
+        log_data.pop("color_message", None)
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+        extra = "".join(f"  {key}={value}" for key, value in record.__dict__.items() if key not in _STANDARD)
+        line = f"{clock} {self._role:<7} {record.levelname.lower():<7} {record.getMessage()}{extra}"
+        if record.exc_info:
+            line += "\n" + "".join(traceback.format_exception(*cast(Any, record.exc_info))).rstrip()
+        return line

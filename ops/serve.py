@@ -1,0 +1,274 @@
+"""`headrace serve`: the whole server on one machine, as processes under one supervisor.
+
+    valkey (unless --redis-url)  <-  engine (its workers)  <-  API servers on one socket
+                                 <-  Celery worker with beat
+
+The roles find their settings in the environment; nothing about them is passed through this process once they run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine.config import ServeConfig
+from ops import listen
+from ops.embedded import DataDirectory, EmbeddedValkey
+from ops.errors import CommandError, SettingError
+from ops.logs import resolve_format
+from ops.progress import LoadingDisplay
+from ops.settings import Resolved, describe, role_environment, shown
+from ops.supervise import Child, Command, Exit, Supervisor
+
+log = logging.getLogger(__name__)
+
+ENGINE_SECTIONS = ("model", "cache", "parallel", "scheduler", "redis", "log")
+API_SECTIONS = ("api", "redis", "log")
+WORKER_SECTIONS = ("redis", "log")
+ENGINE_STOP_SECONDS = 15.0
+API_STOP_SECONDS = 10.0  # beyond --shutdown-timeout
+WORKER_STOP_SECONDS = 10.0
+POLL_SECONDS = 0.1
+
+
+def serve(resolved: Resolved) -> int:
+    """Bring everything up, run until a signal, take everything down. Returns the exit status; raises CommandError."""
+    config = resolved.config
+    check(config)
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen.bind(config.api))
+        resolved.derive("port", listener.getsockname()[1], resolved.sources["port"] if config.api.port else "a free one")
+        directory = None
+        if not config.redis.redis_url:
+            directory = DataDirectory(config.redis.data_dir)
+            stack.callback(directory.close)
+            resolved.derive("data_dir", str(directory.path), resolved.sources["data_dir"])
+        display = LoadingDisplay()
+        stack.callback(display.close)
+        fetch_model(resolved, display.update)
+        resolved.derive("log_format", resolve_format(config.log), "stderr is a terminal" if sys.stderr.isatty() else "no terminal")
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-"))
+        with asyncio.Runner() as runner:
+            return runner.run(_Serve(resolved, listener, directory, display, Path(scratch)).run())
+
+
+def check(config: ServeConfig) -> None:
+    """What can be told to be wrong before anything is started. Raises SettingError."""
+    if not config.model.model:
+        raise SettingError("no model: give a safetensors directory, a .gguf file, or `demo`")
+    for name, value in (
+        ("api-server-count", config.api.api_server_count),
+        ("tensor-parallel-size", config.parallel.tensor_parallel_size),
+        ("block-size", config.cache.block_size),
+    ):
+        if value < 1:
+            raise SettingError(f"--{name} must be at least 1, not {value}")
+    if not 0 < config.cache.gpu_memory_utilization <= 1:
+        raise SettingError(f"--gpu-memory-utilization is a share above 0 and up to 1, not {config.cache.gpu_memory_utilization}")
+
+
+def silent(phase: str, fraction: float | None) -> None:
+    """Shows no progress."""
+
+
+def fetch_model(resolved: Resolved, show: Callable[[str, float | None], None]) -> None:
+    """Replace `demo` by the path of the demo model, which the first use downloads."""
+    if resolved.config.model.model != "demo":
+        return
+    from ops.demo import DemoError, fetch_demo
+
+    try:
+        path = fetch_demo(lambda fraction: show("fetch", fraction))
+    except DemoError as error:
+        raise CommandError(str(error)) from None
+    resolved.derive("model", str(path), "`demo`")
+
+
+def role(name: str, *arguments: str) -> list[str]:
+    """The command line of a headrace role in a process of its own."""
+    return [sys.executable, "-P", "-m", "ops.cli", name, *arguments]
+
+
+class _Serve:
+    """One run of `serve`, inside the event loop."""
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        listener: socket.socket,
+        directory: DataDirectory | None,
+        display: LoadingDisplay,
+        scratch: Path,
+    ) -> None:
+        self._resolved = resolved
+        self._config = resolved.config
+        self._listener = listener
+        self._directory = directory
+        self._display = display
+        self._scratch = scratch
+        self._url = listen.url_of(listener)
+        self._supervisor = Supervisor()
+        self._serving = False
+
+    async def run(self) -> int:
+        return await self._supervisor.run(self._bring_up())
+
+    async def _bring_up(self) -> None:
+        self._display.update("start", None)
+        await self._start_redis()
+        self._show_configuration()
+        worker, engine, servers = self._worker(), self._engine(), self._api_servers()
+        self._supervisor.start(worker)
+        self._supervisor.start(engine)
+        self._supervisor.start(*servers)
+        await engine.ready.wait()
+        await self._answers("/ready")
+        self._serving = True
+        self._display.close()
+        self._announce()
+
+    async def _start_redis(self) -> None:
+        if self._directory is None:
+            await _reach_redis(self._config.redis.redis_url)
+            return
+        valkey = EmbeddedValkey(self._directory)
+        child = self._child(valkey.command())
+        self._supervisor.start(child)
+        await child.ready.wait()
+        self._resolved.derive("redis_url", valkey.url, "embedded Valkey")
+        self._directory.state.redis_url = valkey.url
+        self._directory.state.url = self._url
+        self._directory.state.model = self._config.model.model
+        self._directory.write_state()
+
+    def _engine(self) -> Child:
+        environment = role_environment(self._config, ENGINE_SECTIONS, os.environ)
+        if self._config.api.served_model_name:
+            environment["HEADRACE_SERVED_MODEL_NAME"] = json.dumps(self._config.api.served_model_name)
+        command = Command("engine", role("engine"), environment, stop_timeout=ENGINE_STOP_SECONDS)
+        return self._child(command, on_progress=self._engine_progress, on_exit=self._bury)
+
+    def _api_servers(self) -> Iterable[Child]:
+        descriptor = self._listener.fileno()
+        environment = role_environment(self._config, API_SECTIONS, os.environ)
+        count = self._config.api.api_server_count
+        for number in range(count):
+            command = Command(
+                "api" if count == 1 else f"api-{number}",
+                role("api", "--fd", str(descriptor)),
+                environment,
+                inherited=(descriptor,),
+                stop_timeout=self._config.api.shutdown_timeout + API_STOP_SECONDS,
+                ready=partial(self._answers, "/live"),
+            )
+            yield self._child(command)
+
+    def _worker(self) -> Child:
+        """Celery: upkeep by beat, later the Batch API. What it does can wait, so its death stops nothing."""
+        schedule = (self._directory.path if self._directory else self._scratch) / "beat-schedule"
+        arguments = [sys.executable, "-P", "-m", "celery", "-A", "ops.celery_app", "worker", "-B", "--pool", "solo"]
+        arguments += ["--schedule", str(schedule), "--without-gossip", "--without-mingle", "--loglevel", self._config.log.log_level]
+        environment = role_environment(self._config, WORKER_SECTIONS, os.environ)
+        return self._child(Command("worker", arguments, environment, stop_timeout=WORKER_STOP_SECONDS, essential=False))
+
+    def _child(self, command: Command, **watchers: Callable[..., Any]) -> Child:
+        return Child(command, on_line=_write_line, **watchers)
+
+    def _engine_progress(self, report: dict[str, Any]) -> None:
+        if not self._serving and report["phase"] not in ("ready", "failed"):
+            self._display.update(report["phase"], report.get("fraction"))
+        elif report["phase"] == "ready" and self._serving:
+            log.info("the engine is ready again")
+
+    async def _bury(self, ended: Exit) -> None:
+        """End what the dead engine had in flight at once: nobody needs to wait for its heartbeat to lapse."""
+        try:
+            buried = await asyncio.to_thread(bury_engine, self._config.redis.redis_url, ended.pid, f"the engine died: {ended}")
+        except Exception as error:  # Redis away: whoever sees the heartbeat missing ends them
+            log.warning("the dead engine's requests could not be ended at once: %s", error)
+        else:
+            if buried:
+                log.warning("the dead engine had %d requests in flight; they were ended", buried)
+
+    async def _answers(self, path: str) -> None:
+        """Returns once an API server answers `path` with 200."""
+        import httpx
+
+        async with httpx.AsyncClient(base_url=self._url, timeout=2.0, trust_env=False) as client:
+            while True:
+                try:
+                    if (await client.get(path)).is_success:
+                        return
+                except httpx.TransportError:
+                    pass  # no API server accepts yet
+                await asyncio.sleep(POLL_SECONDS)
+
+    def _show_configuration(self) -> None:
+        rows = describe(self._resolved)
+        if self._config.log.log_format == "json":
+            log.info(
+                "configuration", extra={"config": {name: {"value": value, "source": source} for _, name, value, source in rows}}
+            )
+            return
+        width = max(len(name) for _, name, _, _ in rows)
+        shown_section = ""
+        for section, name, value, source in rows:
+            if source != "default":
+                print(f"{section if section != shown_section else '':<10}{name:<{width}}  {value}  ({source})", file=sys.stderr)
+                shown_section = section
+
+    def _announce(self) -> None:
+        name = served_name(self._config)
+        key = ' -H "Authorization: Bearer $HEADRACE_KEY"' if self._config.api.api_key else ""
+        body = json.dumps({"model": name, "stream": True, "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
+        curl = f"curl -N {self._url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+        print(f"headrace serves {name} on {self._url}; try: {curl}", flush=True)
+
+
+def served_name(config: ServeConfig) -> str:
+    """The first name by which clients know the model."""
+    path = Path(config.model.model)
+    return next(iter(config.api.served_model_name), path.stem if path.suffix == ".gguf" else path.name)
+
+
+def bury_engine(redis_url: str, pid: int, error: str) -> int:
+    """Declare the engine that ran as process `pid` of this machine dead; returns how many requests ended."""
+    from engine import calls
+    from engine.bus import Bus
+
+    host, ended = socket.gethostname(), 0
+    with Bus(redis_url) as bus:
+        for model in bus.run(calls.models()):
+            for info in bus.run(calls.engines(model)):
+                if (info.pid, info.host) == (pid, host):
+                    bus.run(calls.release_slot(model, info.slot, info.incarnation))
+                    ended += bus.run(calls.bury(model, info.slot, info.incarnation, error))
+    return ended
+
+
+async def _reach_redis(url: str) -> None:
+    import redis.asyncio
+    import redis.exceptions
+
+    client = redis.asyncio.Redis.from_url(url, socket_connect_timeout=5.0)
+    try:
+        await client.ping()
+    except (redis.exceptions.RedisError, OSError) as error:
+        raise CommandError(f"cannot use Redis at {shown('redis_url', url)}: {error}") from None
+    finally:
+        await client.aclose()
+
+
+def _write_line(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()

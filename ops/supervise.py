@@ -1,0 +1,274 @@
+"""Keeps child processes running: started, watched, restarted with backoff when they die, stopped in order.
+
+Each child is tethered to this process (ops/tether.py) and leads a session of its own: a Ctrl-C in the terminal reaches the
+supervisor alone, and whatever a child has started can be killed with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from ops.errors import CommandError
+from ops.tether import tethered
+
+log = logging.getLogger(__name__)
+
+FIRST_DELAY = 0.5  # seconds before the first restart; doubles up to LONGEST_DELAY
+LONGEST_DELAY = 30.0
+CALM = 60.0  # seconds of running after which a death counts as the first one again
+START_ATTEMPTS = 4  # of a child that was never ready: what fails so often will not mend itself
+LONGEST_LINE = 64 * 1024
+
+
+class ChildFailed(CommandError):
+    """A child cannot be kept running."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a child runs. `ready` returns once the process answers; without it the child says so itself on its progress pipe."""
+
+    name: str
+    arguments: list[str]
+    environment: dict[str, str]
+    inherited: tuple[int, ...] = ()  # file descriptors, same numbers in the child
+    stop_timeout: float = 10.0  # seconds between SIGTERM and SIGKILL
+    ready: Callable[[], Awaitable[None]] | None = None
+    essential: bool = True  # without it there is nothing to serve: give up where it cannot start
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended: `status` is its exit status, or minus the signal that killed it."""
+
+    pid: int
+    status: int
+    last_words: str  # the error it reported, else its last line
+
+    def __str__(self) -> str:
+        if self.status < 0:
+            return f"killed by {signal.Signals(-self.status).name}"
+        return f"exit status {self.status}" + (f": {self.last_words}" if self.last_words else "")
+
+
+class Child:
+    """One supervised command. `run` keeps it running until `stop`."""
+
+    def __init__(
+        self,
+        command: Command,
+        *,
+        on_line: Callable[[str], None],
+        on_progress: Callable[[dict[str, Any]], None] | None = None,
+        on_exit: Callable[[Exit], Awaitable[None]] | None = None,
+    ) -> None:
+        self.name = command.name
+        self.ready = asyncio.Event()
+        self._command = command
+        self._on_line = on_line
+        self._on_progress = on_progress
+        self._on_exit = on_exit
+        self._process: asyncio.subprocess.Process | None = None
+        self._group: int | None = None  # process group while any of it may live
+        self._stopping = False
+        self._reported_error = ""
+        self._last_lines: deque[str] = deque(maxlen=1)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def run(self) -> None:
+        """Returns after `stop`; raises ChildFailed when a restart is pointless."""
+        loop = asyncio.get_running_loop()
+        deaths, was_ready = 0, False
+        while not self._stopping:
+            started = loop.time()
+            ended = await self._run_once()
+            was_ready = was_ready or self.ready.is_set()
+            self.ready.clear()
+            if self._stopping:
+                return
+            deaths = 1 if loop.time() - started > CALM else deaths + 1
+            if self._on_exit is not None:
+                await self._on_exit(ended)
+            if self._command.essential:
+                self._give_up_when_pointless(ended, was_ready, deaths)
+            delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** (deaths - 1))
+            log.warning("%s died (%s); starting it again in %g s", self.name, ended, delay)
+            await asyncio.sleep(delay)
+
+    def _give_up_when_pointless(self, ended: Exit, was_ready: bool, deaths: int) -> None:
+        if ended.status == os.EX_CONFIG:
+            raise ChildFailed(ended.last_words or f"{self.name} cannot run with this configuration")
+        if not was_ready and deaths >= START_ATTEMPTS:
+            raise ChildFailed(f"{self.name} did not start in {deaths} attempts; the last one: {ended}")
+
+    async def _run_once(self) -> Exit:
+        # pipes of our own: asyncio's would keep `wait` waiting for whoever else the child gave them to
+        output_read, output_write = os.pipe()
+        progress_read, progress_write = os.pipe()
+        self._reported_error = ""
+        self._last_lines.clear()
+        watchers = [
+            asyncio.create_task(_each_line(output_read, self._take_line)),
+            asyncio.create_task(_each_line(progress_read, self._take_progress)),
+        ]
+        try:
+            try:
+                self._process = process = await self._start(output_write, progress_write)
+            finally:
+                os.close(output_write)
+                os.close(progress_write)
+            self._group = process.pid
+            if self._command.ready is not None:
+                watchers.append(asyncio.create_task(self._await_ready(self._command.ready)))
+            await process.wait()
+            self.kill_group()  # what the dead one had started holds its pipes and its memory
+            await asyncio.wait(watchers[:2])
+        finally:
+            self.kill_group()
+            self._group = None
+            for watcher in watchers:
+                watcher.cancel()
+        assert process.returncode is not None
+        return Exit(process.pid, process.returncode, self._reported_error or next(iter(self._last_lines), ""))
+
+    async def _start(self, output: int, progress: int) -> asyncio.subprocess.Process:
+        reports = self._on_progress is not None
+        return await asyncio.create_subprocess_exec(
+            *tethered([*self._command.arguments, *(["--progress-fd", str(progress)] if reports else [])]),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=self._command.environment,
+            pass_fds=(*self._command.inherited, *([progress] if reports else [])),
+            start_new_session=True,
+        )
+
+    async def _await_ready(self, ready: Callable[[], Awaitable[None]]) -> None:
+        await ready()
+        self.ready.set()
+
+    def _take_progress(self, line: str) -> None:
+        report: dict[str, Any] = json.loads(line)
+        self._reported_error = report.get("message", self._reported_error)
+        if report["phase"] == "ready":
+            self.ready.set()
+        if self._on_progress is not None:
+            self._on_progress(report)
+
+    def _take_line(self, line: str) -> None:
+        if line.strip():
+            self._last_lines.append(line.strip())
+        self._on_line(line)
+
+    async def stop(self) -> None:
+        """Ask with SIGTERM, wait for the command's time, then kill. Safe when it never ran or has ended."""
+        self._stopping = True
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            async with asyncio.timeout(self._command.stop_timeout):
+                await process.wait()
+        except TimeoutError:
+            log.warning("%s did not stop in %g s; killing it", self.name, self._command.stop_timeout)
+            self.kill_group()
+            await process.wait()
+
+    def kill_group(self) -> None:
+        """Kill the process and all that it started, at once."""
+        if self._group is not None:
+            try:
+                os.killpg(self._group, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+class Supervisor:
+    """Children in stages: started first to last, stopped last to first, the children of one stage together."""
+
+    def __init__(self) -> None:
+        self._stages: list[list[Child]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._over: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
+        self._forced: signal.Signals | None = None
+
+    async def run(self, bring_up: Coroutine[Any, Any, None]) -> int:
+        """Run until a signal and return the exit status, or raise what `bring_up` or a child failed with. No child is left.
+
+        SIGTERM and SIGHUP end in status 0, SIGINT in 130 so that a shell's loop stops too; a second signal kills and ends
+        in 128 + its number.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal, number)
+        bringing_up = loop.create_task(bring_up)
+        bringing_up.add_done_callback(self._on_done)
+        try:
+            asked = await self._over
+            log.info("%s: stopping; once more to kill", asked.name)
+        finally:
+            bringing_up.cancel()
+            await self._stop()
+            await asyncio.wait([bringing_up, *self._tasks])
+        if self._forced is not None:
+            return 128 + self._forced
+        return 128 + asked if asked == signal.SIGINT else 0
+
+    def start(self, *children: Child) -> None:
+        """Start the children of the next stage. Await their `ready` to know when they serve."""
+        self._stages.append(list(children))
+        for child in children:
+            task = asyncio.get_running_loop().create_task(child.run())
+            task.add_done_callback(self._on_done)
+            self._tasks.append(task)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and not self._over.done():
+            self._over.set_exception(error)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if not self._over.done():
+            self._over.set_result(number)
+            return
+        self._forced = number
+        for stage in self._stages:
+            for child in stage:
+                child.kill_group()
+
+    async def _stop(self) -> None:
+        for stage in reversed(self._stages):
+            await asyncio.gather(*(child.stop() for child in stage))
+        for task in self._tasks:
+            task.cancel()  # those that wait for a restart
+
+
+async def _each_line(descriptor: int, take: Callable[[str], None]) -> None:
+    """Hand a pipe over line by line, and close it; a line without end is cut, so that memory stays bounded."""
+    stream = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb")
+    )
+    held = b""
+    try:
+        while chunk := await stream.read(LONGEST_LINE):
+            *lines, held = (held + chunk).split(b"\n")
+            if len(held) > LONGEST_LINE:
+                lines, held = [*lines, held], b""
+            for line in lines:
+                take(line.decode(errors="replace"))
+        if held:
+            take(held.decode(errors="replace"))
+    finally:
+        transport.close()

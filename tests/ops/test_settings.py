@@ -1,0 +1,151 @@
+"""The configuration tree: four sources in order, values with suffixes, mistakes that are told, secrets that are not."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import ServeConfig
+from ops.errors import SettingError
+from ops.reference import configuration_markdown
+from ops.settings import SETTINGS, describe, parse, resolve, role_environment, shown
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_later_sources_win_and_are_named(tmp_path: Path) -> None:
+    file = write(tmp_path / "h.yaml", "max-model-len: 1k\nblock_size: 32\nport: 1\n")
+    environ = {"HEADRACE_BLOCK_SIZE": "64", "HEADRACE_PORT": "2", "HOME": "/root"}
+    resolved = resolve({"port": 3}, environ, file)
+    assert resolved.config.model.max_model_len == 1000
+    assert resolved.config.cache.block_size == 64
+    assert resolved.config.api.port == 3
+    assert resolved.sources["max_model_len"] == f"file {file}"
+    assert resolved.sources["block_size"] == "environment HEADRACE_BLOCK_SIZE"
+    assert resolved.sources["port"] == "command line --port"
+    assert resolved.sources["host"] == "default"
+
+
+def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "h.yaml", "seed: 7\n")
+    assert resolve({}, {"HEADRACE_CONFIG": file}).config.model.seed == 7
+
+
+def test_no_two_settings_share_a_name() -> None:
+    fields = [field.name for section in dataclasses.fields(ServeConfig) for field in dataclasses.fields(section.default_factory)]  # type: ignore[arg-type]
+    assert len(fields) == len(set(fields)) == len(SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "value"),
+    [
+        ("max_model_len", "2048", 2048),
+        ("max_model_len", "1k", 1000),
+        ("max_model_len", "2K", 2048),
+        ("max_model_len", "25.6k", 25600),
+        ("max_model_len", "-1", -1),
+        ("max_model_len", 4096, 4096),
+        ("kv_cache_memory_bytes", "2G", 2 << 30),
+        ("kv_cache_memory_bytes", "512MiB", 512 << 20),
+        ("kv_cache_memory_bytes", "1g", 10**9),
+        ("watermark", "0.5", 0.5),
+        ("watermark", 1, 1.0),
+        ("enable_prefix_caching", "no", False),
+        ("enable_prefix_caching", True, True),
+        ("dtype", "bfloat16", "bfloat16"),
+        ("served_model_name", ["a", "b"], ["a", "b"]),
+        ("served_model_name", "a", ["a"]),
+    ],
+)
+def test_values(name: str, raw: Any, value: Any) -> None:
+    parsed = parse(SETTINGS[name], raw, "here")
+    assert parsed == value and type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "complaint"),
+    [
+        ("port", "http", "`http` is not a whole number"),
+        ("port", 1.5, "not a whole number"),
+        ("port", True, "not a whole number"),
+        ("port", "2.5K", "not a whole number"),
+        ("watermark", "nan", "not a number"),
+        ("watermark", "half", "not a number"),
+        ("enable_prefix_caching", "perhaps", "neither true nor false"),
+        ("dtype", "float64", "`float64` is not one of auto, float32, bfloat16"),
+        ("host", {"a": 1}, "one value is expected"),
+    ],
+)
+def test_bad_values_are_refused(name: str, raw: Any, complaint: str) -> None:
+    with pytest.raises(SettingError, match="here: ") as refusal:
+        parse(SETTINGS[name], raw, "here")
+    assert complaint in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("max-modellen: 5", "unknown setting `max-modellen`; did you mean `max_model_len`?"),
+        ("port: 1\nPORT: 2", "unknown setting `PORT`"),
+        ("max-model-len: 1\nmax_model_len: 2", "given twice"),
+        ("- port", "must hold settings"),
+        ("port: [", "not valid YAML"),
+        ("port: high", "port: `high` is not a whole number"),
+    ],
+)
+def test_mistakes_in_the_file_are_told(tmp_path: Path, text: str, complaint: str) -> None:
+    file = write(tmp_path / "h.yaml", text)
+    with pytest.raises(SettingError) as refusal:
+        resolve({}, {}, file)
+    assert complaint in str(refusal.value) and file in str(refusal.value)
+
+
+def test_a_missing_file_is_told() -> None:
+    with pytest.raises(SettingError, match=r"nowhere\.yaml: No such file"):
+        resolve({}, {}, "nowhere.yaml")
+
+
+def test_unknown_variables_are_refused_with_the_nearest_name() -> None:
+    with pytest.raises(SettingError, match="HEADRACE_PROT; did you mean `HEADRACE_PORT`"):
+        resolve({}, {"HEADRACE_PROT": "1"})
+
+
+def test_lists_in_the_environment() -> None:
+    assert resolve({}, {"HEADRACE_SERVED_MODEL_NAME": "a, b"}).config.api.served_model_name == ["a", "b"]
+    assert resolve({}, {"HEADRACE_API_KEY": '["x=1,2", "y=3"]'}).config.api.api_key == ["x=1,2", "y=3"]
+
+
+def test_empty_variables_count_as_absent() -> None:
+    assert resolve({}, {"HEADRACE_PORT": ""}).config.api.port == 8000
+
+
+def test_a_role_finds_in_its_environment_what_was_resolved() -> None:
+    """What the supervisor hands on through the environment resolves to the same tree, section by section."""
+    given = {"max_model_len": -1, "enable_prefix_caching": False, "api_key": ["a=k,1"], "watermark": 0.25, "port": 0}
+    config = resolve(given, {}).config
+    everything = role_environment(
+        config, [field.name for field in dataclasses.fields(config)], {"HEADRACE_SEED": "9", "PATH": "/bin"}
+    )
+    assert everything["PATH"] == "/bin" and "HEADRACE_SEED" not in everything
+    assert resolve({}, everything).config == config
+    assert not any("KEY" in name for name in role_environment(config, ("model", "cache"), {}))
+
+
+def test_secrets_are_not_shown() -> None:
+    resolved = resolve({"api_key": ["alice=hunter2", "root:admin=s3cret", "bare"], "redis_url": "redis://u:pass@host:1/0"}, {})
+    text = "\n".join(" ".join(row) for row in describe(resolved))
+    assert "alice=***, root:admin=***, ***" in text and "redis://u:***@host:1/0" in text
+    assert not any(secret in text for secret in ("hunter2", "s3cret", "bare", "pass@"))
+    assert shown("redis_url", "redis://host:1/0") == "redis://host:1/0"
+
+
+def test_the_documentation_is_current() -> None:
+    assert (REPOSITORY / "docs" / "configuration.md").read_text() == configuration_markdown(), "run `headrace config-docs`"

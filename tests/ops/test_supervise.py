@@ -1,0 +1,270 @@
+"""The supervisor with small stand-in children: restart, giving up, signals, forced stop, and death by kill -9."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ops import supervise
+from ops.supervise import Child, ChildFailed, Command, Supervisor
+
+READY = "import os, sys; os.write(int(sys.argv[sys.argv.index('--progress-fd') + 1]), b'{\"phase\": \"ready\"}\\n')"
+SLEEP = "import signal; signal.pause()"
+
+
+@pytest.fixture(autouse=True)
+def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "FIRST_DELAY", 0.01)
+
+
+def python(*lines: str) -> list[str]:
+    return [sys.executable, "-S", "-c", "\n".join(lines)]
+
+
+def command(name: str, *lines: str, **more: Any) -> Command:
+    return Command(name, python(*lines), dict(os.environ), **more)
+
+
+class Watched:
+    """A child, what it printed and what it reported."""
+
+    def __init__(self, command: Command, on_exit: Callable[..., Any] | None = None) -> None:
+        self.lines: list[str] = []
+        self.reports: list[dict[str, Any]] = []
+        self.exits: list[supervise.Exit] = []
+        self.child = Child(command, on_line=self.lines.append, on_progress=self.reports.append, on_exit=self._exited)
+
+    async def _exited(self, ended: supervise.Exit) -> None:
+        self.exits.append(ended)
+
+
+async def run_until_signal(bring_up: Callable[[Supervisor], Any], *signals: signal.Signals) -> int:
+    """The supervisor in this very process; once everything is up, it gets the signals."""
+    supervisor = Supervisor()
+
+    async def everything() -> None:
+        await bring_up(supervisor)
+        for number in signals:
+            os.kill(os.getpid(), number)
+
+    async with asyncio.timeout(20):
+        return await supervisor.run(everything())
+
+
+async def test_a_child_is_started_again_and_its_death_reported(tmp_path: Path) -> None:
+    """The child kills itself the first two times and stays the third."""
+    counter = tmp_path / "starts"
+    watched = Watched(
+        command(
+            "flaky",
+            f"path = {str(counter)!r}",
+            "open(path, 'a').write('x')",
+            READY,
+            "print('about to fall', flush=True)",
+            "import os, signal",
+            "if len(open(path).read()) < 3: os.kill(os.getpid(), signal.SIGKILL)",
+            SLEEP,
+        )
+    )
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        supervisor.start(watched.child)
+        while counter.stat().st_size < 3 if counter.exists() else True:
+            await asyncio.sleep(0.01)
+        await watched.child.ready.wait()
+
+    assert await run_until_signal(bring_up, signal.SIGTERM) == 0
+    assert [ended.status for ended in watched.exits] == [-signal.SIGKILL] * 2
+    assert [str(ended) for ended in watched.exits] == ["killed by SIGKILL"] * 2
+    assert watched.lines.count("about to fall") == 3
+    assert len({ended.pid for ended in watched.exits}) == 2
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)])
+async def test_a_signal_stops_the_stages_last_to_first(number: signal.Signals, status: int) -> None:
+    order: list[str] = []
+
+    def stage(name: str) -> Child:
+        code = [
+            "import signal, sys",
+            "signal.signal(signal.SIGTERM, lambda *_: (print('bye', flush=True), sys.exit(0)))",
+            READY,
+            SLEEP,
+        ]
+        return Child(command(name, *code), on_line=lambda line: order.append(name), on_progress=lambda _: None)
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        for child in (stage("redis"), stage("engine"), stage("api")):
+            supervisor.start(child)
+            await child.ready.wait()
+
+    assert await run_until_signal(bring_up, number) == status
+    assert order == ["api", "engine", "redis"]
+
+
+async def test_a_child_that_ignores_the_signal_is_killed_after_its_time() -> None:
+    deaf = Watched(
+        command("deaf", "import signal", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", READY, SLEEP, stop_timeout=0.1)
+    )
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        supervisor.start(deaf.child)
+        await deaf.child.ready.wait()
+
+    assert await run_until_signal(bring_up, signal.SIGTERM) == 0
+    assert deaf.child.pid is None
+
+
+async def test_a_second_signal_kills() -> None:
+    deaf = Watched(command("deaf", "import signal", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", READY, SLEEP, stop_timeout=60))
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        supervisor.start(deaf.child)
+        await deaf.child.ready.wait()
+
+    assert await run_until_signal(bring_up, signal.SIGTERM, signal.SIGINT) == 128 + signal.SIGINT
+    assert deaf.child.pid is None
+
+
+async def test_a_configuration_error_is_not_tried_again() -> None:
+    report = 'os.write(int(sys.argv[-1]), b\'{"phase": "failed", "message": "too big"}\\n\')'
+    watched = Watched(command("engine", "import os, sys", report, "sys.exit(os.EX_CONFIG)"))
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        supervisor.start(watched.child)
+        await watched.child.ready.wait()
+
+    with pytest.raises(ChildFailed, match=r"^too big$"):
+        await run_until_signal(bring_up)
+    assert len(watched.exits) == 1
+
+
+async def test_a_child_that_never_starts_is_given_up() -> None:
+    watched = Watched(command("engine", "import sys", "print('no such library', file=sys.stderr)", "sys.exit(3)"))
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        supervisor.start(watched.child)
+
+    with pytest.raises(ChildFailed, match="engine did not start in 4 attempts; the last one: exit status 3: no such library"):
+        await run_until_signal(bring_up)
+
+
+async def test_a_child_that_is_not_essential_ends_nothing() -> None:
+    extra = Watched(command("worker", "import sys", "sys.exit(78)", essential=False))
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        supervisor.start(extra.child)
+        while len(extra.exits) < supervise.START_ATTEMPTS + 1:
+            await asyncio.sleep(0.01)
+
+    assert await run_until_signal(bring_up, signal.SIGTERM) == 0
+
+
+async def test_what_a_child_started_dies_with_it() -> None:
+    lines = [
+        "import os, signal, subprocess, sys",
+        "print(subprocess.Popen(['sleep', '1000']).pid, flush=True)",
+        READY,
+        "signal.pause()",
+    ]
+    watched = Watched(command("engine", *lines))
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        supervisor.start(watched.child)
+        await watched.child.ready.wait()
+        while not watched.lines:
+            await asyncio.sleep(0.01)
+        assert watched.child.pid is not None
+        os.kill(watched.child.pid, signal.SIGKILL)
+        while not watched.exits:
+            await asyncio.sleep(0.01)
+
+    assert await run_until_signal(bring_up, signal.SIGTERM) == 0
+    await asyncio.to_thread(gone, int(watched.lines[0]))
+
+
+async def test_a_line_without_end_is_cut() -> None:
+    watched = Watched(command("loud", "import sys", "sys.stdout.write('x' * 1000000)", "sys.stdout.flush()", READY, SLEEP))
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        supervisor.start(watched.child)
+        await watched.child.ready.wait()
+
+    await run_until_signal(bring_up, signal.SIGTERM)
+    assert sum(map(len, watched.lines)) == 1000000
+    assert max(map(len, watched.lines)) <= 2 * supervise.LONGEST_LINE
+
+
+def gone(pid: int) -> None:
+    """Waits until no such process is left, or is left unreaped."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() != psutil.STATUS_ZOMBIE:
+            process.wait(10)
+    except psutil.NoSuchProcess:
+        pass
+
+
+SUPERVISED = f"""
+import asyncio, os, sys
+from ops.supervise import Child, Command, Supervisor
+async def bring_up(supervisor):
+    command = Command("child", [sys.executable, "-S", "-c", {(READY + chr(10) + SLEEP)!r}], dict(os.environ))
+    child = Child(command, on_line=print, on_progress=print)
+    supervisor.start(child)
+    await child.ready.wait()
+    print(child.pid, flush=True)
+async def main():
+    supervisor = Supervisor()
+    return await supervisor.run(bring_up(supervisor))
+sys.exit(asyncio.run(main()))
+"""
+
+
+@pytest.fixture
+def supervised() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A supervisor in a process of its own, and the pid of its child."""
+    with subprocess.Popen([sys.executable, "-c", SUPERVISED], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # the child's report
+        yield process, int(process.stdout.readline())
+        process.kill()
+
+
+def test_kill_9_of_the_supervisor_takes_its_children_along(supervised: tuple[subprocess.Popen[str], int]) -> None:
+    process, child = supervised
+    process.kill()
+    process.wait()
+    gone(child)
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_exit_status_reaches_the_shell(supervised: tuple[subprocess.Popen[str], int]) -> None:
+    process, child = supervised
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 130
+    assert not psutil.pid_exists(child)
+
+
+def test_a_command_is_not_started_for_a_parent_that_has_died() -> None:
+    from ops import tether
+
+    done = subprocess.run([sys.executable, "-I", "-S", tether.__file__, "1", "echo", "started"], capture_output=True, timeout=10)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
+
+
+def test_a_command_that_does_not_exist_is_told() -> None:
+    from ops import tether
+
+    wrapped = tether.tethered(["/no/such/command"])
+    done = subprocess.run(wrapped, capture_output=True, text=True, timeout=10)
+    assert (done.returncode, done.stderr) == (os.EX_CONFIG, "cannot start /no/such/command: No such file or directory\n")
