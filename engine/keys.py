@@ -42,7 +42,8 @@ def ended(model: str) -> str:
 
 
 def load(model: str) -> str:
-    """Hash of sums: `requests` (choices not ended) and `tokens` (prompt tokens that wait), each also as `<name>:<tenant>`."""
+    """Hash of sums: `requests` (choices not ended) and `tokens` (prompt tokens that wait), each also as `<name>:<tenant>`;
+    `client:<incarnation>` (requests not ended that an API server listens for). Sums of nothing are absent."""
     return _of(model, "load")
 
 
@@ -72,7 +73,8 @@ def usage_days(model: str) -> str:
 
 
 def usage_day(model: str, day: int | str = "") -> str:
-    """Hash: a day's usage, `<column>:<tenant>` -> sum. Without a day: the prefix."""
+    """Hash: a day's usage, `<column>:<tenant>` -> sum; columns are `requests`, each reason of ending, and the kinds of tokens.
+    Without a day: the prefix."""
     return _of(model, f"usage:day:{day}")
 
 
@@ -107,6 +109,11 @@ def slot(model: str, slot: str = "") -> str:
 def slot_info(model: str, slot: str) -> str:
     """String with the same time to live: EngineInfo."""
     return _of(model, f"slot:{slot}:info")
+
+
+def absent_engine(model: str, slot: str) -> str:
+    """String with a time to live: since when upkeep has seen a slot empty whose consumer has entries pending."""
+    return _of(model, f"absent:{slot}")
 
 
 def slot_claim(model: str, slot: str = "") -> str:
@@ -158,7 +165,7 @@ def models() -> str:
 
 def api(incarnation: str) -> str:
     """String with a time to live: a living API server, with what it says of itself."""
-    return f"headrace:api:{incarnation}"
+    return f"headrace:api:{{{incarnation}}}"
 
 
 def apis() -> str:
@@ -166,14 +173,9 @@ def apis() -> str:
     return "headrace:apis"
 
 
-def absent(incarnation: str) -> str:
-    """String: when upkeep first saw an API server's key missing (Redis microseconds)."""
-    return f"headrace:absent:api:{incarnation}"
-
-
-def absent_engine(model: str, slot: str) -> str:
-    """String: when upkeep first saw a slot with pending entries empty, and the highest incarnation that this is about."""
-    return _of(model, f"absent:{slot}")
+def absent_api(incarnation: str) -> str:
+    """String with a time to live: since when upkeep has seen an API server's key missing."""
+    return f"headrace:absent:api:{{{incarnation}}}"
 
 
 # Channels of pub/sub. They are no keys: nothing is stored, and database numbers do not part them.

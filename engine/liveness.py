@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import msgspec
 
 from engine import keys
 from engine.protocol import EngineInfo, decode_info, encode
-from engine.scripts import Call, milliseconds, script
+from engine.scripts import Call, epoch, milliseconds, script
 
 SLOT_TTL = 2.0  # seconds that a slot outlives its last heartbeat
 BEAT_INTERVAL = 0.5
@@ -106,7 +107,7 @@ def announce_api(info: bytes = b"", ttl: float = API_TTL) -> Call[str]:
 def beat_api(incarnation: str, info: bytes = b"", ttl: float = API_TTL) -> Call[None]:
     commands = (
         ("SET", keys.api(incarnation), info, "PX", milliseconds(ttl)),
-        ("ZADD", keys.apis(), int(incarnation) // 1_000_000, incarnation),
+        ("ZADD", keys.apis(), epoch(time.time()), incarnation),
     )
     return Call(lambda answers: None, commands=commands, transaction=True)
 

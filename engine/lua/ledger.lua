@@ -21,13 +21,21 @@ local function entry_of(member)
   return milliseconds .. '-' .. string.format('%d', tonumber(sequence))
 end
 
--- Add to a sum of LOAD, in all and for the tenant. Sums that come to nothing go.
-local function add_load(name, tenant, amount)
-  for _, field in ipairs({name, name .. ':' .. tenant}) do
-    if redis.call('HINCRBY', LOAD, field, amount) <= 0 then
-      redis.call('HDEL', LOAD, field)
-    end
-  end
+-- Add to a sum of LOAD. What comes to nothing goes.
+local function add_sum(field, amount)
+  if redis.call('HINCRBY', LOAD, field, amount) <= 0 then redis.call('HDEL', LOAD, field) end
+end
+
+local function add_tokens(tenant, amount)
+  add_sum('tokens', amount)
+  add_sum('tokens:' .. tenant, amount)
+end
+
+-- `sign`: 1 for a request that comes, -1 for one that ended.
+local function add_request(tenant, client, n, sign)
+  add_sum('requests', sign * n)
+  add_sum('requests:' .. tenant, sign * n)
+  add_sum('client:' .. client, sign)
 end
 
 -- The value of a field in the flat list that a stream entry or HGETALL gives.
@@ -78,14 +86,14 @@ end
 -- The one way out of the ledger. `facts`: record fields of the end, flat. False: it had ended before, or never was.
 local function end_request(id, facts, now, retention)
   local key = RECORD .. id
-  local record = redis.call('HMGET', key, 'state', 'entry', 'n', 'prompt_tokens', 'tenant', 'external_id')
+  local record = redis.call('HMGET', key, 'state', 'entry', 'n', 'prompt_tokens', 'tenant', 'external_id', 'client')
   local state, entry, tenant = record[1], record[2], record[5]
   if not state or state == 'ended' then return false end
   if state == 'queued' then
     redis.call('ZREM', ORDER, order_member(entry))
-    add_load('tokens', tenant, -tonumber(record[4]))
+    add_tokens(tenant, -tonumber(record[4]))
   end
-  add_load('requests', tenant, -tonumber(record[3]))
+  add_request(tenant, record[7], tonumber(record[3]), -1)
   redis.call('XACK', REQUESTS, GROUP, entry)
   redis.call('XDEL', REQUESTS, entry)
   redis.call('ZREM', LIVE, id)

@@ -35,7 +35,7 @@ local function claim(member)
   end
   local id = field_of(claimed[1][2], 'id')
   local record = redis.call('HMGET', RECORD .. id, 'tenant', 'prompt_tokens')
-  add_load('tokens', record[1], -tonumber(record[2]))
+  add_tokens(record[1], -tonumber(record[2]))
   redis.call('HSET', RECORD .. id, 'state', 'running', 'engine', slot, 'incarnation', incarnation, 'received', now)
   return {entry, field_of(claimed[1][2], 'payload')}
 end

@@ -1,0 +1,65 @@
+"""The Celery application: upkeep on beat, on the same Redis as the bus. `celery -A ops.celery_app worker -B --pool solo` runs it.
+
+Every task is short, safe to run twice and at the same time, and acknowledged after it is done: a worker that is killed loses
+nothing, and the next beat would do the work anyway. Importing this loads neither torch nor the API server.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from celery import Celery
+from celery.signals import beat_embedded_init
+
+from ops import tether
+
+REDIS_URL = os.environ.get("HEADRACE_REDIS_URL") or "redis://127.0.0.1:6379/0"
+
+# Seconds between two runs. A message that a worker did not get to before the next one was due is dropped: nothing piles up.
+SCHEDULE = {
+    "reap_api_servers": 2.0,
+    "bury_engines": 2.0,
+    "roll_usage": 5.0,
+    "expire_records": 30.0,
+}
+
+
+def broker_url(redis_url: str) -> str:
+    """The same server as Celery spells it: a unix socket has a scheme of its own there."""
+    return redis_url.replace("unix://", "redis+socket://", 1)
+
+
+app = Celery("headrace", broker=broker_url(REDIS_URL), include=["ops.tasks"])
+app.conf.update(
+    accept_content=["json"],
+    task_serializer="json",
+    result_serializer="json",
+    task_ignore_result=True,
+    task_acks_late=True,
+    task_reject_on_worker_lost=True,
+    worker_prefetch_multiplier=1,
+    task_default_queue="upkeep",
+    broker_connection_retry_on_startup=True,
+    broker_connection_max_retries=None,
+    # A killed worker's message comes back after this many seconds. The tasks take a few at most.
+    broker_transport_options={"visibility_timeout": 60, "global_keyprefix": "headrace:celery:"},
+    worker_enable_remote_control=False,
+    worker_send_task_events=False,
+    worker_hijack_root_logger=False,
+    # In memory: a missed run needs no making up for.
+    beat_scheduler="celery.beat:Scheduler",
+    beat_max_loop_interval=1.0,
+    beat_schedule={
+        name: {"task": f"ops.tasks.{name}", "schedule": seconds, "options": {"expires": seconds}}
+        for name, seconds in SCHEDULE.items()
+    },
+    enable_utc=True,
+    timezone="UTC",
+)
+
+
+@beat_embedded_init.connect
+def _die_with_the_worker(**_: Any) -> None:
+    """Beat is the worker's child process; a worker killed with -9 must not leave it behind."""
+    tether.tie(os.getppid())

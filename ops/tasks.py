@@ -1,0 +1,90 @@
+"""Upkeep: ending what nobody waits for or works on, expiring, counting.
+
+Each task does a bounded piece and leaves the rest to its next run; where Redis is away it does nothing, for the same reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import cache, wraps
+
+from engine import calls, upkeep, usage
+from engine.bus import Bus, BusUnavailable
+from engine.protocol import Abort
+from ops.celery_app import REDIS_URL, app
+
+logger = logging.getLogger(__name__)
+
+API_GONE = "The API server of this request is gone."
+ENGINE_DIED = "The engine died."
+FORGET_API_SERVER_SECONDS = 60.0
+
+
+@cache
+def process_bus() -> Bus:
+    """This process's connections. The solo pool runs tasks in the worker itself, so that no fork shares them."""
+    return Bus(REDIS_URL)
+
+
+def _unless_redis_is_away(work: Callable[[Bus], int]) -> Callable[[], int]:
+    @wraps(work)
+    def task() -> int:
+        try:
+            return work(process_bus())
+        except BusUnavailable as error:
+            logger.warning("Redis is away, %s waits: %s", work.__name__, error)
+            return 0
+
+    del task.__wrapped__  # Celery would read the signature with the bus off it
+    return task
+
+
+@app.task
+@_unless_redis_is_away
+def reap_api_servers(bus: Bus) -> int:
+    """End the requests of API servers that are gone: nobody listens, so nothing need be computed. Returns how many were told to."""
+    reaped = 0
+    for model in bus.run(calls.models()):
+        dead = frozenset(client for client in bus.run(upkeep.clients(model)) if client and bus.run(upkeep.api_absent(client)))
+        for request_id in bus.run(upkeep.requests_of(model, dead)) if dead else ():
+            bus.run(calls.finish(model, request_id, Abort(request_id), API_GONE))
+            reaped += 1
+    return reaped
+
+
+@app.task
+@_unless_redis_is_away
+def bury_engines(bus: Bus) -> int:
+    """End what dead engines had in flight: those of an empty slot, and the predecessors of a living one. Returns how many."""
+    buried = 0
+    for model in bus.run(calls.models()):
+        look = bus.run(calls.observe(model))
+        for slot in look.pending:
+            holder = look.holders.get(slot)
+            if holder is not None:
+                buried += bus.run(calls.bury(model, slot, holder - 1, ENGINE_DIED))
+            elif bus.run(upkeep.engine_absent(model, slot)):
+                buried += bus.run(calls.bury(model, slot, look.last_incarnation, ENGINE_DIED))
+    return buried
+
+
+@app.task
+@_unless_redis_is_away
+def expire_records(bus: Bus) -> int:
+    """Tidy the indexes of what has run out by itself. Returns how many records were forgotten."""
+    forgotten = 0
+    for model in bus.run(calls.models()):
+        forgotten += bus.run(upkeep.forget_records(model))
+        bus.run(usage.forget_days(model, datetime.now(UTC).date()))
+    bus.run(upkeep.forget_api_servers(time.time() - FORGET_API_SERVER_SECONDS))
+    return forgotten
+
+
+@app.task
+@_unless_redis_is_away
+def roll_usage(bus: Bus) -> int:
+    """Move usage lines into the sums by tenant and day. Returns how many."""
+    return sum(bus.run(usage.roll_usage(model)) for model in bus.run(calls.models()))
