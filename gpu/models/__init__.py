@@ -1,0 +1,27 @@
+"""Models: from a checkpoint to something that computes hidden states and logits over the paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from gpu.distributed import TensorParallelGroup
+    from gpu.models.decoder import CausalLM
+    from gpu.weights import Checkpoint
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: TensorParallelGroup,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> CausalLM:
+    """This rank's shard of the model. `progress` hears the fraction loaded, 0 to 1. Raises CheckpointError with the reason."""
+    from gpu.models.decoder import CausalLM  # here: gpu.models.config, beside it, is imported where torch is not
+    from gpu.models.shards import ShardReader
+
+    return CausalLM(ShardReader(checkpoint, dtype, device, group, progress))

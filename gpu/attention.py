@@ -1,0 +1,56 @@
+"""The attention layer over the paged cache, and what a step tells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.attention import paged_attention
+from kernels.kv_write import kv_write
+
+
+@dataclass
+class AttentionMetadata:
+    """Which tokens of a step belong to which request, and where their KV stands; one for all layers. Tensors on the device."""
+
+    block_tables: torch.Tensor  # [max_rows, max_blocks] int32
+    rows: torch.Tensor  # [num_requests] int32, into block_tables
+    query_start: torch.Tensor  # [num_requests + 1] int32, first token of each request
+    context_lens: torch.Tensor  # [num_requests] int32, tokens in the cache when this step's are written
+    slots: torch.Tensor  # [num_tokens] int64, where each token's KV goes
+
+
+class PagedAttention:
+    """`num_heads` query heads over `num_kv_heads` key-value heads of this rank. window: tokens seen, the own included; 0: all."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, window: int) -> None:
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+        self.window = window
+
+    def __call__(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim], turned
+        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], turned
+        value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        cache: tuple[torch.Tensor, torch.Tensor],
+        step: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Writes the new KV, attends; returns [num_tokens, num_heads * head_dim]."""
+        key_cache, value_cache = cache
+        kv_write(key, value, key_cache, value_cache, step.slots)
+        out = paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            step.block_tables,
+            step.rows,
+            step.query_start,
+            step.context_lens,
+            self.scale,
+            self.window,
+        )
+        return out.view(-1, self.num_heads * self.head_dim)

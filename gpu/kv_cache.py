@@ -1,0 +1,50 @@
+"""The memory of keys and values: fixed blocks of tokens, of which requests hold lists."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector of a CPU
+
+
+class KVCache:
+    """A key and a value tensor a layer; layouts as in `kernels.attention`. Block 0 is never any request's."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.key_shape = (num_blocks, num_kv_heads, head_dim, block_size)
+        self.value_shape = (num_blocks, num_kv_heads, block_size, head_dim)
+        self.layers = [
+            (_zeros(self.key_shape, dtype, device), _zeros(self.value_shape, dtype, device)) for _ in range(num_layers)
+        ]  # [num_layers] (key, value)
+
+    @staticmethod
+    def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes that one block takes in all layers together."""
+        return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+    def share_layer(self, num_layers: int) -> None:
+        """Lets all layers use the first one's memory: for a profiling forward, whose results nobody reads."""
+        self.layers = [self.layers[0]] * num_layers
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy's zeros are pages that the kernel maps when they are first written: memory is used as blocks are, and the start does
+    # not wait for gigabytes to be cleared, as torch.zeros would.
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    offset = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[offset : offset + num_bytes]).view(dtype).view(shape)

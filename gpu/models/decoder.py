@@ -1,0 +1,119 @@
+"""The decoder of the Llama family: Llama, SmolLM2, Mistral, Qwen2, Qwen3.
+
+They differ in biases, norms of queries and keys, window and sizes, all of which `ArchitectureConfig` says and the checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gpu.attention import AttentionMetadata, PagedAttention
+from gpu.errors import CheckpointError
+from gpu.kv_cache import KVCache
+from gpu.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
+from gpu.models.rotary import RotaryEmbedding
+from gpu.models.shards import ShardReader
+from kernels.rope import rope
+from kernels.silu_mul import silu_mul
+
+
+class CausalLM:
+    def __init__(self, reader: ShardReader) -> None:
+        config, group = reader.config, reader.group
+        if config.num_kv_heads % group.size:
+            raise CheckpointError(
+                f"tensor parallel size {group.size} does not divide the model's {config.num_kv_heads} key-value heads"
+            )
+        self.config = config
+        self.dtype = reader.dtype
+        self.device = reader.device
+        self.num_kv_heads = config.num_kv_heads // group.size  # of this rank
+        self.rotary = RotaryEmbedding(
+            config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings, reader.device
+        )
+        embedding = reader.vocabulary("model.embed_tokens.weight")
+        self.embedding = VocabParallelEmbedding(embedding, config.vocab_size, group)
+        self.layers = [DecoderLayer(reader, index) for index in range(config.num_layers)]
+        self.norm = RMSNorm(reader.whole("model.norm.weight"), config.rms_norm_eps)
+        head = embedding if config.tie_word_embeddings else reader.vocabulary("lm_head.weight")
+        self.head = VocabParallelHead(head, config.vocab_size, group)
+        self.weight_bytes = reader.num_bytes
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, kv: KVCache, step: AttentionMetadata) -> torch.Tensor:
+        """token_ids, positions [num_tokens] int64; returns the final hidden states, [num_tokens, hidden], and fills `kv`."""
+        cos_sin = self.rotary.cos_sin
+        residual = self.embedding(token_ids)
+        hidden = torch.zeros_like(residual)
+        for layer, cache in zip(self.layers, kv.layers, strict=True):
+            hidden = layer(hidden, residual, positions, cos_sin, cache, step)
+        return self.norm.add(hidden, residual)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [rows, hidden]; returns [rows, vocab_size] float32, gathered over ranks."""
+        return self.head(hidden)
+
+
+class DecoderLayer:
+    def __init__(self, reader: ShardReader, index: int) -> None:
+        prefix = f"model.layers.{index}."
+        epsilon = reader.config.rms_norm_eps
+        self.input_norm = RMSNorm(reader.whole(prefix + "input_layernorm.weight"), epsilon)
+        self.attention = SelfAttention(reader, prefix + "self_attn.")
+        self.post_attention_norm = RMSNorm(reader.whole(prefix + "post_attention_layernorm.weight"), epsilon)
+        self.mlp = MLP(reader, prefix + "mlp.")
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        step: AttentionMetadata,
+    ) -> torch.Tensor:
+        """`hidden` is the layer before's output, not yet added to `residual`; so is what is returned."""
+        hidden = self.attention(self.input_norm.add(hidden, residual), positions, cos_sin, cache, step)
+        return self.mlp(self.post_attention_norm.add(hidden, residual))
+
+
+class SelfAttention:
+    def __init__(self, reader: ShardReader, prefix: str) -> None:
+        config, size = reader.config, reader.group.size
+        self.head_dim = config.head_dim
+        self.num_heads, self.num_kv_heads = config.num_heads // size, config.num_kv_heads // size
+        names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
+        bias = reader.rows(*(f"{name}.bias" for name in names)) if reader.has(names[0] + ".bias") else None
+        self.qkv = ColumnParallelLinear(reader.rows(*(f"{name}.weight" for name in names)), bias)
+        output = prefix + "o_proj"
+        output_bias = reader.whole(output + ".bias") if reader.has(output + ".bias") else None
+        self.output = RowParallelLinear(reader.columns(output + ".weight"), output_bias, reader.group)
+        self.query_norm = self.key_norm = None
+        if config.qk_norm:
+            self.query_norm = RMSNorm(reader.whole(prefix + "q_norm.weight"), config.rms_norm_eps)
+            self.key_norm = RMSNorm(reader.whole(prefix + "k_norm.weight"), config.rms_norm_eps)
+        self.attend = PagedAttention(self.num_heads, self.num_kv_heads, self.head_dim, config.sliding_window or 0)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        step: AttentionMetadata,
+    ) -> torch.Tensor:
+        heads = self.qkv(hidden).view(hidden.shape[0], -1, self.head_dim)
+        query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        rope(query, positions, cos_sin)
+        rope(key, positions, cos_sin)
+        return self.output(self.attend(query, key, value, cache, step))
+
+
+class MLP:
+    def __init__(self, reader: ShardReader, prefix: str) -> None:
+        self.gate_up = ColumnParallelLinear(reader.rows(prefix + "gate_proj.weight", prefix + "up_proj.weight"))
+        self.down = RowParallelLinear(reader.columns(prefix + "down_proj.weight"), None, reader.group)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down(silu_mul(self.gate_up(hidden)))
