@@ -142,7 +142,7 @@ class _Serve:
             await _reach_redis(self._config.redis.redis_url)
             return
         valkey = EmbeddedValkey(self._directory)
-        child = self._child(valkey.command())
+        child = Child(valkey.command(), on_line=lambda line: log.debug("valkey: %s", line))
         self._supervisor.start(child)
         await child.ready.wait()
         self._resolved.derive("redis_url", valkey.url, "embedded Valkey")

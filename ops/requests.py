@@ -1,0 +1,159 @@
+"""Looks at requests and engines through Redis, and ends requests: what `headrace ps`, `inspect`, `abort` and `engines` do."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from redis.exceptions import RedisError
+
+from engine import calls, keys
+from engine.bus import Bus, BusUnavailable, Subscription
+from engine.calls import RecordView
+from engine.protocol import Abort, ControlReply, EngineInfo, decode_client_message
+from ops.errors import CommandError
+from ops.settings import shown
+
+LOOK_SECONDS = 0.5  # between looks at records whose engine has not answered: it may have died
+# marks of a request's way and what it does until the next one
+MARKS = (
+    ("enqueued", "waits in Redis"),
+    ("received", "waits in the engine"),
+    ("scheduled", "prompt is computed"),
+    ("first_token", "output is computed"),
+    ("last_token", "is ended"),
+    ("finished", ""),
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request's record, and the canonical name of the model under which Redis has it."""
+
+    model: str
+    record: RecordView
+
+    def json(self) -> dict[str, Any]:
+        facts: dict[str, Any] = msgspec.to_builtins(self.record)
+        return {**facts, "model": self.model, "requested_model": self.record.model, "timeline": timeline(self.record)}
+
+
+@dataclass(frozen=True)
+class Aborted:
+    """What became of a request that was told to end."""
+
+    id: str
+    state: str  # "ended": over, its blocks are free; "already ended"; "unconfirmed": nobody answered in time
+    output_tokens: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.state != "unconfirmed"
+
+
+@contextmanager
+def connect(redis_url: str) -> Iterator[Bus]:
+    """A bus whose failures are one line. Raises CommandError."""
+    try:
+        with Bus(redis_url, patience=2.0) as bus:
+            yield bus
+    except (BusUnavailable, RedisError, ValueError) as error:
+        raise CommandError(f"cannot use Redis at {shown('redis_url', redis_url)}: {error}") from None
+
+
+def models(bus: Bus, model: str | None) -> list[str]:
+    """Every model that Redis knows, or the one named, by any of its names. Raises CommandError."""
+    known = bus.run(calls.models())
+    if model is None or model in known:
+        return known if model is None else [model]
+    for name in known:
+        if any(model in info.served_names for info in bus.run(calls.engines(name))):
+            return [name]
+    raise CommandError(f"no model `{model}`; there is {', '.join(known) or 'none'}")
+
+
+def engines(bus: Bus, model: str | None) -> list[EngineInfo]:
+    return [info for name in models(bus, model) for info in bus.run(calls.engines(name))]
+
+
+def live(bus: Bus, model: str | None) -> list[Request]:
+    """Requests that wait or run, newest first."""
+    found = [Request(name, record) for name in models(bus, model) for record in bus.run(calls.live_requests(name))]
+    return sorted(found, key=lambda request: -request.record.enqueued)
+
+
+def ended(bus: Bus, model: str | None) -> list[Request]:
+    """Ended requests whose records are kept, last ended first."""
+    found = [Request(name, record) for name in models(bus, model) for record in bus.run(calls.ended_requests(name))]
+    return sorted(found, key=lambda request: -request.record.finished)
+
+
+def find(bus: Bus, request_id: str, model: str | None) -> list[Request]:
+    """Requests under a client's id or an internal one, newest first. Raises CommandError where there is none."""
+    found = [Request(name, record) for name in models(bus, model) for record in bus.run(calls.find(name, request_id))]
+    if not found:
+        raise CommandError(f"no request `{request_id}`; records of ended ones are kept for --record-retention seconds")
+    return sorted(found, key=lambda request: -request.record.enqueued)
+
+
+def to_abort(bus: Bus, request_ids: Sequence[str], model: str | None) -> list[Request]:
+    """Of each id all requests that are live, or the newest where none is."""
+    chosen: dict[str, Request] = {}
+    for request_id in request_ids:
+        found = find(bus, request_id, model)
+        for request in [request for request in found if request.record.state != "ended"] or found[:1]:
+            chosen[request.record.id] = request
+    return list(chosen.values())
+
+
+def abort(bus: Bus, requests: Sequence[Request], timeout: float) -> list[Aborted]:
+    """End the requests and wait, at most `timeout` seconds in all, until each is over and its blocks are free."""
+    me = f"cli-{secrets.token_hex(8)}"
+    deadline = time.monotonic() + timeout
+    results: dict[str, Aborted] = {}
+    with bus.subscribe(keys.client_channel(me)) as replies:
+        waiting: dict[str, Request] = {}
+        for request in requests:
+            request_id = request.record.id
+            command = Abort(request_id, reply_to=me, token=request_id)
+            outcome = bus.run(calls.finish(request.model, request_id, command))
+            if outcome.state == "running":
+                waiting[request_id] = request
+            elif outcome.state == "queued":
+                results[request_id] = Aborted(request_id, "ended")
+            else:
+                results[request_id] = Aborted(request_id, "already ended", request.record.output_tokens)
+        while waiting and time.monotonic() < deadline:
+            for aborted in _take_confirmations(bus, replies, waiting, min(LOOK_SECONDS, deadline - time.monotonic())):
+                results[aborted.id] = aborted
+                del waiting[aborted.id]
+    unconfirmed = {request_id: Aborted(request_id, "unconfirmed") for request_id in waiting}
+    return [{**results, **unconfirmed}[request.record.id] for request in requests]
+
+
+def _take_confirmations(bus: Bus, replies: Subscription, waiting: dict[str, Request], seconds: float) -> list[Aborted]:
+    """The next engine's word; after silence, what the records say."""
+    heard = replies.get(max(0.0, seconds))
+    if heard is None:
+        views = [bus.run(calls.record(request.model, request_id)) for request_id, request in waiting.items()]
+        return [Aborted(view.id, "ended", view.output_tokens) for view in views if view is not None and view.state == "ended"]
+    message = decode_client_message(heard[1])
+    if not isinstance(message, ControlReply) or message.token not in waiting:
+        return []
+    view = bus.run(calls.record(waiting[message.token].model, message.token))
+    return [Aborted(message.token, "ended", max(message.num_tokens, view.output_tokens if view else 0))]
+
+
+def timeline(record: RecordView) -> list[dict[str, Any]]:
+    """The marks that the request has passed: name, epoch seconds, what it did next and for how long (seconds; None: goes on)."""
+    passed = [(name, getattr(record, name), meaning) for name, meaning in MARKS if getattr(record, name) > 0]
+    rows: list[dict[str, Any]] = []
+    for index, (name, at, meaning) in enumerate(passed):
+        following = passed[index + 1][1] if index + 1 < len(passed) else None
+        rows.append({"mark": name, "time": at, "then": meaning, "seconds": None if following is None else following - at})
+    return rows
