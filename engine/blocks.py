@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from hashlib import blake2b
 
-from engine.request import TOKEN_BYTES
+from engine.request import TOKEN_BYTES, Request
 
 NULL_BLOCK = 0  # pads block tables; never given out
 _PERSON = b"headrace kv"  # keeps these digests apart from any other use of blake2b
@@ -28,6 +28,20 @@ def hash_blocks(
         parent = blake2b(parent + tokens[start : start + width], digest_size=32, person=_PERSON).digest()
         digests.append(parent)
     return digests
+
+
+def extend_hashes(request: Request, count: int, block_size: int) -> None:
+    """See to it that the request has the digests of its first `count` blocks."""
+    hashes = request.block_hashes
+    if len(hashes) < count:
+        width = block_size * TOKEN_BYTES
+        tokens = bytes(request.token_bytes[len(hashes) * width : count * width])
+        hashes += hash_blocks(tokens, block_size, request.cache_salt, hashes[-1] if hashes else None)
+
+
+def hash_prompt(request: Request, block_size: int) -> None:
+    """Compute the digests of a prompt ahead: on any thread, before the request is given to the scheduler."""
+    extend_hashes(request, request.num_tokens // block_size, block_size)
 
 
 class BlockPool:

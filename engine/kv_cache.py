@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.blocks import BlockPool, hash_blocks
-from engine.request import TOKEN_BYTES, Request
+from engine.blocks import BlockPool, extend_hashes
+from engine.request import Request
 
 
 class PrefixHit(NamedTuple):
@@ -35,9 +35,13 @@ class KVCacheManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def reads_cache(self, request: Request) -> bool:
+        """Prompt logprobs come from computing the prompt: such a request only writes the cache."""
+        return self.enable_prefix_caching and not request.wants_prompt_logprobs
+
     def find_hit(self, request: Request) -> PrefixHit:
         """The longest prefix whose KV stands in blocks, leaving at least the last token to compute. Changes nothing."""
-        if not self.enable_prefix_caching or request.wants_prompt_logprobs:
+        if not self.reads_cache(request):
             return NO_HIT
         pool = self.pool
         num_published = -1
@@ -98,15 +102,8 @@ class KVCacheManager:
         """What a failed request holds may be wrong (NaN), and answers nobody from now on."""
         self.pool.forget(request.block_ids)
 
-    def check_integrity(self, holders: list[Request]) -> None:
-        """`holders` are all requests that hold blocks. Raises AssertionError on a leak."""
-        self.pool.check_integrity(request.block_ids for request in holders)
-
     def _hashes(self, request: Request, count: int) -> list[bytes]:
-        """Digests of the first `count` blocks; computed as far as they are not yet."""
+        """Digests of the request's first `count` blocks; computed as far as they are not yet."""
+        extend_hashes(request, count, self.block_size)
         hashes = request.block_hashes
-        if len(hashes) < count:
-            width = self.block_size * TOKEN_BYTES
-            tokens = bytes(request.token_bytes[len(hashes) * width : count * width])
-            hashes += hash_blocks(tokens, self.block_size, request.cache_salt, hashes[-1] if hashes else None)
-        return hashes[:count] if len(hashes) > count else hashes
+        return hashes if len(hashes) == count else hashes[:count]

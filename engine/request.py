@@ -87,6 +87,8 @@ class Request:
             raise ValueError(f"request {request_id} has an empty prompt")
         self.request_id = request_id
         self.choice = choice
+        if choice > 0 and sampling.prompt_logprobs is not None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # the same for all choices: the first tells them
         self.sampling = sampling
         self.seed = child_seed(sampling.seed, choice) if seed is None else seed
         self.priority = priority
@@ -165,19 +167,13 @@ class Request:
 
 
 def make_requests(request: EngineCoreRequest, client: int, received: float) -> list[Request]:
-    """The choices of a request as it came over the bus; `client` is its API server's index, `received` epoch seconds.
-
-    Choice 0 alone tells the prompt's logprobs: they are the same for all.
-    """
+    """The choices of a request as it came over the bus; `client` is its API server's index, `received` epoch seconds."""
     prompt = np.frombuffer(request.prompt_token_ids, dtype=np.int32)
-    others = request.sampling
-    if others.prompt_logprobs is not None:
-        others = msgspec.structs.replace(others, prompt_logprobs=None)
     return [
         Request(
             request.request_id,
             prompt,
-            request.sampling if choice == 0 else others,
+            request.sampling,
             choice=choice,
             priority=request.priority,
             arrival_time=request.arrival_time,

@@ -15,13 +15,12 @@ import numpy as np
 from engine.config import SchedulerConfig
 from engine.draft import PlannedStep, StepDraft
 from engine.kv_cache import KVCacheManager
+from engine.live import LiveRequests
 from engine.outputs import StepOutputs, trim_prompt_logprobs
-from engine.policy import ORDER_KEYS, WaitingQueue
 from engine.protocol import EngineStats, FinishReason
 from engine.request import Request, RequestStatus
-from engine.rows import Counts, Rows, RowTable
-from engine.statistics import SchedulerStatistics
-from engine.stops import StopTokens, stop_after
+from engine.rows import Counts, Rows
+from engine.stops import stop_after
 from gpu.plan import Int32Array, ModelRunnerOutput, SchedulerOutput
 
 LOOKAHEAD = 4  # requests kept waiting though nothing is free, so that a freed place is filled in the very next step
@@ -64,40 +63,24 @@ class Scheduler:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching)
-        self.rows = RowTable(config.max_num_seqs, block_size)
-        self.waiting = WaitingQueue(config.scheduling_policy)
-        self.requests: dict[tuple[str, int], Request] = {}  # live ones
+        self.live = LiveRequests(config.scheduling_policy, config.max_num_seqs, max_model_len, self.kv)
+        self.rows = self.live.rows
+        self.waiting = self.live.waiting
+        self.statistics = self.live.statistics
         self.blocked: BlockedAdmission | None = None
-        self.statistics = SchedulerStatistics()
-
-        self._order_key = ORDER_KEYS[config.scheduling_policy]
         self._watermark_blocks = int(config.watermark * self.kv.pool.num_usable)
-        self._choices: dict[str, list[int]] = {}  # live choices by request id
-        self._stop_tokens = StopTokens()
-        self._sequence = 0
         self._step = 0
         self._steps_out: deque[PlannedStep] = deque()
-        self._returned_step = 0
-        self._fenced: list[Request] = []  # off the running order, their rows and blocks in a step that is out
-        self._ended_unasked: list[Request] = []  # ended by the scheduler itself, to be told with the next outputs
-        self._freed_rows: list[int] = []  # to be told to the workers
 
     # ------------------------------------------------------------------ requests come and go
 
     def add_request(self, request: Request) -> None:
-        """Let a request wait. One that can never run ends at once, with an error in the next outputs. Raises ValueError for a
-        live (id, choice)."""
-        if request.key in self.requests:
-            raise ValueError(f"request {request.request_id} choice {request.choice} is live already")
-        self._sequence += 1
-        request.sequence = self._sequence
-        self.requests[request.key] = request
-        self._choices.setdefault(request.request_id, []).append(request.choice)
-        self._stop_tokens.add(request)
-        self.waiting.push(request)
+        """Let a request wait. One without room for output ends at once, with an error in the next outputs. Raises ValueError for
+        a (id, choice) that is live."""
+        self.live.add(request)
         if request.num_tokens >= self.max_model_len:
             error = f"prompt of {request.num_tokens} tokens leaves no room for output in a context of {self.max_model_len}"
-            self._end_unasked(request, error, request.times.received)
+            self.live.end_unasked(request, FinishReason.ERROR, request.times.received, error=error)
 
     def finish(
         self,
@@ -113,55 +96,10 @@ class Scheduler:
         Their blocks are free already, save where a step that is out may write them: those requests come back in `released` of
         the outputs of the step that frees them. `keep` >= 0 cuts the output to that many tokens.
         """
-        choices = [choice] if choice >= 0 else sorted(self._choices.get(request_id, ()))
-        found = [self.requests[request_id, c] for c in choices if (request_id, c) in self.requests]
+        found = self.live.find(request_id, choice)
         for request in found:
-            self._end(request, reason, keep, stop_reason, None, now)
+            self.live.end(request, reason, now, keep, stop_reason)
         return found
-
-    def _end(
-        self, request: Request, reason: FinishReason, keep: int, stop_reason: int | str | None, error: str | None, now: float
-    ) -> None:
-        row = request.row
-        was = request.status
-        if row >= 0:
-            self.rows.store_tokens(row)
-            request.times.last_token = float(self.rows.last_token_time[row])
-        request.end(reason, keep, stop_reason, error, now)
-        del self.requests[request.key]
-        choices = self._choices[request.request_id]
-        choices.remove(request.choice)
-        if not choices:
-            del self._choices[request.request_id]
-        self._stop_tokens.remove(request)
-        self.statistics.finished(reason)
-        if was is not RequestStatus.RUNNING:
-            self.waiting.remove_ended()
-        if row >= 0:
-            self.rows.mark_ended(row)
-            if was is RequestStatus.RUNNING:
-                self.rows.stop_running(row)
-                self._release_when_returned(request)
-
-    def _end_unasked(self, request: Request, error: str, now: float) -> None:
-        self._end(request, FinishReason.ERROR, -1, None, error, now)
-        self._ended_unasked.append(request)
-
-    def _release_when_returned(self, request: Request) -> None:
-        """Give row and blocks back: now, or when the last step that has the row returns."""
-        if self.rows.last_step[request.row] > self._returned_step:
-            self._fenced.append(request)
-        else:
-            self._release(request)
-
-    def _release(self, request: Request) -> None:
-        row = request.row
-        if not request.status.finished:
-            self.rows.store_tokens(row)
-            request.times.last_token = float(self.rows.last_token_time[row])
-        self.kv.free(request)
-        self.rows.give_back(row)
-        self._freed_rows.append(row)
 
     # ------------------------------------------------------------------ plan a step
 
@@ -192,14 +130,14 @@ class Scheduler:
             table.num_tokens[sampling_rows] += 1
             table.last_step[rows] = draft.step
             self._steps_out.append(PlannedStep(draft.step, rows, num_tokens, sampling_rows))
-            freed_rows, self._freed_rows = self._freed_rows, freed_rows
+            freed_rows, self.live.freed_rows = self.live.freed_rows, freed_rows
         self.statistics.step_planned(total)
         return draft.plan(rows, num_tokens, total, freed_rows)
 
     def _chunk_cap(self) -> int:
         """Most tokens of one request in a step: a long prompt that is alone may have the whole budget."""
         threshold = self.config.long_prefill_token_threshold
-        return threshold if 0 < threshold and len(self.requests) > 1 else self.max_num_batched_tokens
+        return threshold if 0 < threshold and len(self.live.requests) > 1 else self.max_num_batched_tokens
 
     def _schedule_running(self, draft: StepDraft) -> tuple[Rows, Counts]:
         table = self.rows
@@ -260,43 +198,25 @@ class Scheduler:
                     break
                 if self.config.shrink_chunks and fitting > 0:
                     num_tokens[index] = fitting
-                elif self._fenced and (num_kept == 1 or missing + promised <= pool.num_free + self._num_fenced_blocks()):
+                elif self.live.fenced and (num_kept == 1 or missing + promised <= pool.num_free + self.live.num_fenced_blocks()):
                     promised += missing
                     num_tokens[index] = 0
                     break
                 elif num_kept == 1:
-                    self._end_exhausted(row, missing, draft.now)
+                    error = self._exhausted(len(table.request(row).block_ids) + missing)
+                    self.live.end_unasked(table.request(row), FinishReason.ERROR, draft.now, error=error)
                     num_kept = 0
                 else:
                     num_kept -= 1
-                    self._preempt(int(rows[num_kept]))
+                    self.live.preempt(table.request(int(rows[num_kept])))
                     draft.num_preempted += 1
         return num_kept
-
-    def _num_fenced_blocks(self) -> int:
-        """Blocks that are free when the steps that are out have returned."""
-        return sum(self.kv.pool.ref_count(block) == 1 for request in self._fenced for block in request.block_ids)
-
-    def _end_exhausted(self, row: int, num_missing: int, now: float) -> None:
-        request = self.rows.request(row)
-        needed = len(request.block_ids) + num_missing
-        self._end_unasked(request, self._exhausted(needed), now)
 
     def _exhausted(self, num_blocks: int) -> str:
         return (
             f"KV cache exhausted: the request alone needs {num_blocks} blocks of {self.block_size} tokens, "
             f"the cache has {self.kv.pool.num_usable}"
         )
-
-    def _preempt(self, row: int) -> None:
-        """Recompute later: blocks go back, tokens stay, and the request waits before all that came after it."""
-        request = self.rows.request(row)
-        request.status = RequestStatus.PREEMPTED
-        request.times.num_preemptions += 1
-        self.statistics.counters.preemptions += 1
-        self.rows.stop_running(row)
-        self.waiting.push(request)
-        self._release_when_returned(request)
 
     def _schedule_waiting(self, draft: StepDraft) -> None:
         """Admit from the head of the queue, in order, until budget, rows or blocks are used up: a head that lacks blocks is never
@@ -311,7 +231,7 @@ class Scheduler:
         pool = self.kv.pool
         longest = self.kv.num_blocks_for(request.num_tokens)
         if longest > pool.num_usable:
-            self._end_unasked(request, self._exhausted(longest), draft.now)
+            self.live.end_unasked(request, FinishReason.ERROR, draft.now, error=self._exhausted(longest))
             return True
         hit = self.kv.find_hit(request)
         num_computed = len(hit.block_ids) * self.block_size
@@ -324,28 +244,10 @@ class Scheduler:
                 self.blocked = BlockedAdmission(request, num_tokens, num_blocks, num_blocks - available)
                 return False
             num_tokens, num_blocks = available * self.block_size, available
-        self.waiting.pop()
-        self.kv.admit(request, hit, num_blocks)
-        self._start(request, num_computed, hit.num_published, draft.now)
+        self.live.start(hit, num_blocks, draft.now)
         self._announce(request, num_computed, num_tokens, draft.step)
         draft.admit(request, num_computed, num_tokens)
         return True
-
-    def _start(self, request: Request, num_computed: int, num_published: int, now: float) -> None:
-        """A waiting request runs. What the prefix cache gave counts at its first admission only."""
-        if request.status is RequestStatus.WAITING:
-            request.times.scheduled = now
-            request.num_cached_tokens = num_computed
-            if self.kv.enable_prefix_caching and not request.wants_prompt_logprobs:
-                self.statistics.counters.prefix_cache_queries += request.num_tokens
-                self.statistics.counters.prefix_cache_hits += num_computed
-        request.status = RequestStatus.RUNNING
-        longest = min(request.num_prompt_tokens + request.sampling.max_tokens, self.max_model_len)
-        row = self.rows.take(request, num_computed, num_published, longest)
-        position, key = self.rows.num_running, self._order_key(request)
-        while position and self._order_key(self.rows.request(int(self.rows.running[position - 1]))) > key:
-            position -= 1
-        self.rows.run(row, position)
 
     # ------------------------------------------------------------------ take a step's outputs in
 
@@ -357,11 +259,11 @@ class Scheduler:
             if not self._steps_out or output is None or self._steps_out[0].step != plan.step or output.step != plan.step:
                 raise RuntimeError(f"step {plan.step} is not the one whose output is due")
             planned = self._steps_out.popleft()
-            self._returned_step = planned.step
+            self.live.returned_step = planned.step
             self._take_in(planned, output, outputs, now)
             self.kv.step_returned(planned.step)
-            self._release_returned(outputs)
-        outputs.finished, self._ended_unasked = self._ended_unasked, []
+            outputs.released = self.live.release_fenced()
+        outputs.finished, self.live.ended_unasked = self.live.ended_unasked, []
         return outputs
 
     def _take_in(self, planned: PlannedStep, output: ModelRunnerOutput, outputs: StepOutputs, now: float) -> None:
@@ -391,7 +293,7 @@ class Scheduler:
             rows = rows[~np.isin(rows, list(output.failed_rows))]
         if not np.array_equal(rows, output.rows):
             raise RuntimeError(f"step {planned.step} sampled rows {output.rows.tolist()}, planned were {rows.tolist()}")
-        if self._fenced:
+        if self.live.fenced:
             live = ~self.rows.ended[rows]
             rows, token_ids = rows[live], token_ids[live]
         return rows, token_ids
@@ -400,7 +302,7 @@ class Scheduler:
         request = self.rows.request(row)
         self.kv.distrust(request)
         if not request.status.finished:
-            self._end_unasked(request, error, now)
+            self.live.end_unasked(request, FinishReason.ERROR, now, error=error)
 
     def _publish(self, rows: Rows) -> None:
         """Store the tokens and publish the blocks of rows that completed a block."""
@@ -429,7 +331,7 @@ class Scheduler:
     def _stop(self, rows: Rows, token_ids: Int32Array, num_tokens: Counts, now: float) -> None:
         """End the requests whose new token says so."""
         table = self.rows
-        suspects = self._stop_tokens.candidates(token_ids) | (num_tokens >= table.max_tokens[rows])
+        suspects = self.live.stop_tokens.candidates(token_ids) | (num_tokens >= table.max_tokens[rows])
         for index in suspects.nonzero()[0].tolist():
             row, count = int(rows[index]), int(num_tokens[index])
             request = table.request(row)
@@ -437,22 +339,19 @@ class Scheduler:
             end = stop_after(request, int(token_ids[index]), num_output, count, int(table.max_tokens[row]))
             if end is not None:
                 reason, stop_reason = end
-                self._end(request, reason, -1, stop_reason, None, now)
-                self._ended_unasked.append(request)
-
-    def _release_returned(self, outputs: StepOutputs) -> None:
-        waiting, self._fenced = self._fenced, []
-        for request in waiting:
-            self._release_when_returned(request)
-            if request.row < 0 and request.status.finished:
-                outputs.released.append(request)
+                self.live.end_unasked(request, reason, now, stop_reason=stop_reason)
 
     # ------------------------------------------------------------------ what others ask
 
     @property
+    def requests(self) -> dict[tuple[str, int], Request]:
+        """Live requests by (id, choice)."""
+        return self.live.requests
+
+    @property
     def has_work(self) -> bool:
         """`schedule` and `update_from_output` have something to do or to tell."""
-        return bool(self.requests or self._ended_unasked)
+        return bool(self.live.requests or self.live.ended_unasked)
 
     @property
     def num_free_request_slots(self) -> int:
@@ -461,12 +360,12 @@ class Scheduler:
         num_waiting = len(self.waiting)
         seats = self.max_num_seqs - self.rows.num_running
         if num_waiting:
-            return max(0, min(LOOKAHEAD, seats + LOOKAHEAD) - num_waiting)
+            return max(0, LOOKAHEAD - num_waiting)
         return min(seats + LOOKAHEAD, max(LOOKAHEAD, self.max_num_batched_tokens // TOKENS_PER_PLACE))
 
     def output_token_ids(self, request_id: str, choice: int) -> Int32Array:
         """[num_output_tokens] of a live request so far. Raises KeyError for one that is not live."""
-        request = self.requests[request_id, choice]
+        request = self.live.requests[request_id, choice]
         if request.row < 0:
             return request.output_token_ids
         return np.frombuffer(self.rows.token_bytes(request.row), dtype=np.int32)[request.num_prompt_tokens :]
@@ -487,10 +386,4 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when blocks, rows or counts do not add up. For idle times and tests."""
-        holders = [request for request in self.rows.requests if request is not None]
-        self.kv.check_integrity(holders)
-        assert self.rows.num_free + len(holders) == self.rows.num_rows, "a row is lost"
-        running = [self.rows.request(int(row)) for row in self.rows.running]
-        assert all(request.status is RequestStatus.RUNNING for request in running)
-        assert len(running) + len(self._fenced) == len(holders), "a row belongs to nobody"
-        assert len(running) + len(self.waiting) == len(self.requests), "a request is lost"
+        self.live.check_integrity()
