@@ -95,9 +95,7 @@ class AsyncClient:
         """Stop following: open requests are left to whoever reaps this server's, unless they were aborted before."""
         if self._errands:
             await asyncio.wait(self._errands, timeout=2.0)
-        for task in [*self._tasks, *self._errands]:
-            task.cancel()
-        await asyncio.gather(*self._tasks, *self._errands, return_exceptions=True)
+        await _cancel({*self._tasks, *self._errands})
         with contextlib.suppress(BusUnavailable):
             await self._bus.run(calls.release_api(self.incarnation))
 
@@ -339,6 +337,15 @@ class AsyncClient:
         logger.error("a background task of the client died", exc_info=error)
         if self._on_failure is not None:
             self._on_failure(error)
+
+
+async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancel until all have ended: `asyncio.wait_for` of Python 3.11, in which redis-py waits, can swallow a cancellation that comes
+    together with its result."""
+    while tasks:
+        for task in tasks:
+            task.cancel()
+        _, tasks = await asyncio.wait(tasks, timeout=0.1)
 
 
 def _index_logprobs(entries: list[OutputLogprobs]) -> dict[tuple[int, int, int], OutputLogprobs]:

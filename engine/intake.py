@@ -69,6 +69,12 @@ class Intake:
         self._stopped.set()
         self._bell.set()
 
+    def join(self, timeout: float) -> None:
+        """Wait for the threads to see `stop`."""
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(timeout)
+
     def ring(self) -> None:
         """There may be something to take, or room for it."""
         self._bell.set()

@@ -223,6 +223,7 @@ class EngineLoop:
             self.outflow.put(report)
         self.intake.stop()
         self.outflow.close(timeout=2.0)
+        self.intake.join(timeout=2.0)
         self.heartbeat.stop()
 
     # Looking

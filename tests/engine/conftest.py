@@ -1,0 +1,95 @@
+"""A whole engine on a thread of the test, over a real Redis: null model, real scheduler, real bus, real client."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from engine import calls
+from engine.bus import AsyncBus, Bus
+from engine.client import AsyncClient
+from engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, RedisConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.loop import EngineLoop
+from engine.process import connect, engine_info
+
+MODEL = "null-model"
+
+
+class RunningEngine:
+    """An engine loop on a thread. `stop` ends it in order; `error` is what ended it otherwise."""
+
+    def __init__(self, url: str, config: EngineConfig) -> None:
+        self.bus = Bus(url)
+        self.core = EngineCore(config)
+        self.info = engine_info(config, self.core, MODEL, "no-tokenizer")
+        self.info.slot, self.info.incarnation = self.bus.run(calls.claim_slot(MODEL, self.info))
+        self.loop: EngineLoop = connect(self.core, self.bus, self.info, retention=600)
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        except BaseException as error:
+            self.error = error
+
+    def stop(self) -> None:
+        self.loop.stop()
+        self.join()
+        self.core.shutdown()
+        self.bus.close()
+
+    def join(self) -> None:
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+def null_config(**scheduler: int) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model="null", device="cpu", load_format="null", max_model_len=512),
+        cache=CacheConfig(block_size=16, num_gpu_blocks_override=513),
+        parallel=ParallelConfig(distributed_executor_backend="uni"),
+        scheduler=SchedulerConfig(**{"max_num_batched_tokens": 256, "max_num_seqs": 16, **scheduler}),
+        redis=RedisConfig(),
+    )
+
+
+@pytest.fixture
+def start_engine(redis_url: str) -> Iterator[Callable[..., RunningEngine]]:
+    started: list[RunningEngine] = []
+
+    def start(**scheduler: int) -> RunningEngine:
+        started.append(RunningEngine(redis_url, null_config(**scheduler)))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.stop()
+
+
+@pytest.fixture
+def engine(start_engine: Callable[..., RunningEngine]) -> RunningEngine:
+    return start_engine()
+
+
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator[AsyncClient]:
+    failures: list[BaseException] = []
+    async with AsyncBus(redis_url) as bus:
+        client = AsyncClient(bus, failures.append)
+        await client.start()
+        yield client
+        await client.close()
+    assert not failures
+
+
+@contextmanager
+def environment(monkeypatch: pytest.MonkeyPatch, **settings: str) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setenv("HEADRACE_NULL_RUNNER", ",".join(f"{name}={value}" for name, value in settings.items()))
+        yield

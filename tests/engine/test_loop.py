@@ -1,0 +1,307 @@
+"""The engine as its clients meet it: outputs, aborts, stops, replays, refusals, death; over a real Redis with the null model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from engine import calls
+from engine.calls import AdmissionLimits, RequestFacts
+from engine.client import AsyncClient, Refused, RequestStream
+from engine.protocol import (
+    PROTOCOL_VERSION,
+    Abort,
+    EngineCoreRequest,
+    FinishedOutput,
+    FinishReason,
+    SamplingParams,
+    encode_column,
+)
+from gpu.null import null_tokens
+from tests.engine.conftest import MODEL, RunningEngine
+
+NO_LIMITS = AdmissionLimits()
+
+
+def make_request(client: AsyncClient, name: str = "r", prompt: int = 20, **sampling: object) -> EngineCoreRequest:
+    handle = client.next_handle()
+    params = {"max_tokens": 10, "seed": handle, "ignore_eos": True, **sampling}
+    return EngineCoreRequest(
+        version=PROTOCOL_VERSION,
+        request_id=f"{name}-{handle:08x}",
+        prompt_token_ids=encode_column(np.arange(300, 300 + prompt)),
+        sampling=SamplingParams(**params),  # type: ignore[arg-type]
+        client=client.incarnation,
+        handle=handle,
+    )
+
+
+async def add(client: AsyncClient, *requests: EngineCoreRequest, external_id: str = "mine") -> list[RequestStream]:
+    return await client.add(MODEL, list(requests), RequestFacts(external_id), NO_LIMITS)
+
+
+async def collect(stream: RequestStream, n: int = 1) -> tuple[list[list[int]], list[FinishedOutput]]:
+    tokens: list[list[int]] = [[] for _ in range(n)]
+    ends: dict[int, FinishedOutput] = {}
+    async for update in stream:
+        for delta in update.deltas:
+            tokens[delta.choice] += delta.token_ids
+            if delta.finished is not None:
+                assert delta.choice not in ends
+                ends[delta.choice] = delta.finished
+    return tokens, [ends[choice] for choice in range(n)]
+
+
+def expected(request: EngineCoreRequest, choice: int = 0, prompt: int = 20) -> list[int]:
+    from engine.protocol import child_seed
+
+    count = request.sampling.max_tokens
+    seeds = np.full(count, child_seed(request.sampling.seed, choice), np.uint64)
+    return null_tokens(seeds, np.arange(prompt, prompt + count, dtype=np.uint64), 256, 49152).tolist()
+
+
+async def settled(engine: RunningEngine) -> None:
+    """Wait until the engine holds nothing, then prove it."""
+    async with asyncio.timeout(10):
+        while len(engine.loop.held) or engine.core.has_work or engine.bus.run(calls.live_requests(MODEL)):
+            await asyncio.sleep(0.01)
+    stats = engine.core.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.num_free_blocks == engine.core.limits.num_blocks - 1
+
+
+async def test_outputs_come_whole_and_end_once(engine: RunningEngine, client: AsyncClient) -> None:
+    requests = [make_request(client) for _ in range(40)]  # more than run at once
+    streams = [(await add(client, request))[0] for request in requests]
+    for request, (tokens, ends) in zip(requests, await asyncio.gather(*map(collect, streams)), strict=True):
+        assert tokens == [expected(request)]
+        assert ends[0].reason == FinishReason.LENGTH
+        times = ends[0].times
+        assert 0 < times.received <= times.scheduled <= times.first_token <= times.last_token <= times.finished
+    await settled(engine)
+    record = await client.record(MODEL, requests[0].request_id)
+    assert record is not None
+    assert (record.state, record.reason, record.output_tokens, record.prompt_tokens) == ("ended", "length", 10, 20)
+
+
+async def test_choices_differ_and_each_ends(engine: RunningEngine, client: AsyncClient) -> None:
+    request = make_request(client, n=3)
+    (stream,) = await add(client, request)
+    tokens, ends = await collect(stream, 3)
+    assert tokens == [expected(request, choice) for choice in range(3)]
+    assert [end.reason for end in ends] == [FinishReason.LENGTH] * 3
+    await settled(engine)
+
+
+async def test_logprobs_and_prompt_logprobs_come_complete(engine: RunningEngine, client: AsyncClient) -> None:
+    request = make_request(client, prompt=300, logprobs=2, prompt_logprobs=1)  # longer than a step's budget
+    (stream,) = await add(client, request)
+    offsets, positions = [], []
+    async for update in stream:
+        for entry in update.prompt_logprobs:
+            positions += range(entry.position, entry.position + len(entry.ranks) // 4)
+        for delta in update.deltas:
+            offsets += [entry.offset for entry in delta.logprobs]
+            assert all(len(entry.token_ids) == 12 for entry in delta.logprobs)
+    assert offsets == list(range(10)) and positions == list(range(1, 300))
+    await settled(engine)
+
+
+async def test_abort_of_a_running_request_frees_its_blocks(engine: RunningEngine, client: AsyncClient) -> None:
+    request = make_request(client, max_tokens=450)
+    (stream,) = await add(client, request)
+    await anext(stream)
+    result = await client.abort(MODEL, request.request_id)
+    assert result.found and result.state == "ended" and 0 < result.num_tokens < 450
+    assert engine.core.stats().num_free_blocks == engine.core.limits.num_blocks - 1
+    _, ends = await collect(stream)
+    assert (ends[0].reason, ends[0].num_tokens) == (FinishReason.ABORT, result.num_tokens)
+    again = await client.abort(MODEL, request.request_id)
+    assert again.found and again.num_tokens == result.num_tokens
+    await settled(engine)
+
+
+async def test_a_client_that_leaves_frees_the_engine(engine: RunningEngine, client: AsyncClient) -> None:
+    streams = [(await add(client, make_request(client, max_tokens=450)))[0] for _ in range(30)]  # running and waiting ones
+    await anext(streams[0])
+    for stream in streams:
+        await stream.abort()
+    await settled(engine)
+    assert client.num_streams == 0
+
+
+async def test_abort_of_a_queued_request_needs_no_engine(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
+    request = make_request(client)
+    (stream,) = await client.add(MODEL, [request], RequestFacts("mine"), AdmissionLimits(require_engine=False))
+    result = await client.abort(MODEL, request.request_id)
+    assert (result.state, result.num_tokens) == ("ended", 0)
+    _, ends = await collect(stream)
+    assert ends[0].reason == FinishReason.ABORT
+    await settled(start_engine())
+
+
+async def test_an_abort_that_overtakes_its_request_wins(engine: RunningEngine, client: AsyncClient) -> None:
+    request = make_request(client)
+    assert not (await client.abort(MODEL, request.request_id)).found
+    with pytest.raises(Refused) as refusal:
+        await add(client, request)
+    assert refusal.value.reason == "aborted"
+    await settled(engine)
+
+
+async def test_an_abort_read_before_its_request_wins(engine: RunningEngine, client: AsyncClient) -> None:
+    """The engine reads commands and requests from different keys: the command may be first."""
+    request = make_request(client, max_tokens=450)
+    engine.loop.inbox.put(Abort(request.request_id))
+    (stream,) = await add(client, request)
+    tokens, ends = await collect(stream)
+    assert (tokens, ends[0].reason) == ([[]], FinishReason.ABORT)
+    await settled(engine)
+
+
+async def test_a_stop_string_cuts_the_output(engine: RunningEngine, client: AsyncClient) -> None:
+    request = make_request(client, max_tokens=450)
+    (stream,) = await add(client, request)
+    received = 0
+    while received < 5:
+        received += sum(len(delta.token_ids) for delta in (await anext(stream)).deltas)
+    await stream.stop(0, 5, "END")
+    _, ends = await collect(stream)
+    assert (ends[0].reason, ends[0].num_tokens, ends[0].stop_reason) == (FinishReason.STOP, 5, "END")
+    await settled(engine)
+    record = await client.record(MODEL, request.request_id)
+    assert record is not None and (record.reason, record.output_tokens) == ("stop", 5)
+
+
+async def test_lost_messages_are_healed(engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third message is lost on the way, the last one too."""
+    taken = client._take_in
+    count = 0
+
+    def lossy(payload: bytes) -> None:
+        nonlocal count
+        count += 1
+        if count % 3:
+            taken(payload)
+
+    monkeypatch.setattr(client, "_take_in", lossy)
+    requests = [make_request(client, max_tokens=60) for _ in range(5)]
+    streams = [(await add(client, request))[0] for request in requests]
+    async with asyncio.timeout(30):
+        results = await asyncio.gather(*map(collect, streams))
+    for request, (tokens, _) in zip(requests, results, strict=True):
+        assert tokens == [expected(request)]
+    await settled(engine)
+
+
+async def test_a_cut_subscription_is_healed(engine: RunningEngine, client: AsyncClient) -> None:
+    request = make_request(client, max_tokens=450)
+    (stream,) = await add(client, request)
+    await anext(stream)
+    connections = engine.bus._client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+    assert connections >= 1
+    async with asyncio.timeout(30):
+        update = await anext(stream)
+        assert update.deltas[0].token_ids
+        await stream.abort()
+    await settled(engine)
+
+
+async def test_a_prompt_that_does_not_fit_ends_with_an_error(engine: RunningEngine, client: AsyncClient) -> None:
+    (stream,) = await add(client, make_request(client, prompt=600))
+    _, ends = await collect(stream)
+    assert ends[0].reason == FinishReason.ERROR and "600 tokens" in (ends[0].error or "")
+    await settled(engine)
+
+
+async def test_limits_refuse_the_whole_list(engine: RunningEngine, client: AsyncClient) -> None:
+    with pytest.raises(Refused) as refusal:
+        await client.add(
+            MODEL, [make_request(client) for _ in range(3)], RequestFacts("mine"), AdmissionLimits(max_num_queued_reqs=2)
+        )
+    assert refusal.value.reason == "max_num_queued_reqs"
+    assert client.num_streams == 0
+    await settled(engine)
+
+
+async def test_cancelling_add_at_any_await_leaves_nothing(engine: RunningEngine, client: AsyncClient) -> None:
+    for delay in range(12):
+        task = asyncio.create_task(add(client, make_request(client, max_tokens=450)))
+        for _ in range(delay):
+            await asyncio.sleep(0)
+        task.cancel()
+        outcome = (await asyncio.gather(task, return_exceptions=True))[0]
+        if isinstance(outcome, list):
+            await outcome[0].abort()
+    await settled(engine)
+    assert client.num_streams == 0
+
+
+async def test_priority_orders_what_waits(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
+    waiting = AdmissionLimits(require_engine=False)
+    order: list[int] = []
+
+    async def run(priority: int) -> None:
+        from msgspec.structs import replace
+
+        request = replace(make_request(client, max_tokens=40), priority=priority)
+        (stream,) = await client.add(MODEL, [request], RequestFacts("mine"), waiting)
+        await collect(stream)
+        order.append(priority)
+
+    tasks = [asyncio.create_task(run(priority)) for priority in (5, 1, 3)]
+    async with asyncio.timeout(5):
+        while len((await client._bus.run(calls.live_requests(MODEL)))) < 3:
+            await asyncio.sleep(0.01)
+    engine = start_engine(max_num_seqs=1)
+    await asyncio.gather(*tasks)
+    assert order == [1, 3, 5]
+    await settled(engine)
+
+
+async def test_a_hung_engine_is_fenced_and_its_requests_end(engine: RunningEngine, client: AsyncClient) -> None:
+    """Its slot is taken from it while it runs, as after a stop that outlasted its time to live."""
+    (stream,) = await add(client, make_request(client, max_tokens=450))
+    await anext(stream)
+    engine.bus.run(calls.release_slot(MODEL, engine.info.slot, engine.info.incarnation))
+    async with asyncio.timeout(10):
+        _, ends = await collect(stream)
+    assert ends[0].reason == FinishReason.ERROR
+    engine.join()
+    assert isinstance(engine.error, calls.Fenced)
+    record = await client.record(MODEL, stream.request_id)
+    assert record is not None and (record.state, record.reason) == ("ended", "error")
+
+
+async def test_shutdown_ends_what_runs(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
+    engine = start_engine()
+    (stream,) = await add(client, make_request(client, max_tokens=450))
+    await anext(stream)
+    engine.loop.stop()
+    async with asyncio.timeout(5):
+        _, ends = await collect(stream)
+    assert (ends[0].reason, ends[0].error) == (FinishReason.ERROR, "The engine was shut down.")
+    engine.join()
+    assert engine.bus.run(calls.engines(MODEL)) == []
+    assert engine.error is None
+
+
+async def test_utility_calls(engine: RunningEngine, client: AsyncClient) -> None:
+    await client.directory.refresh()
+    (info,) = client.engines()
+    assert (await client.utility(info, "reset_prefix_cache")).value is True
+    assert (await client.utility(info, "no_such_call")).error == "There is no utility call 'no_such_call'."
+    assert (await client.utility(info, "start_profile")).ok
+    assert not (await client.utility(info, "start_profile")).ok
+    assert str((await client.utility(info, "stop_profile")).value).endswith(".pstats")
+    assert (await client.utility(info, "sleep")).ok
+    (stream,) = await add(client, make_request(client))
+    record = await client.record(MODEL, stream.request_id)
+    assert record is not None and record.state == "queued"
+    assert (await client.utility(info, "wake_up")).ok
+    tokens, _ = await collect(stream)
+    assert len(tokens[0]) == 10
+    await settled(engine)
