@@ -1,0 +1,100 @@
+"""Ranks as spawned processes over gloo: the same tokens as one rank, and the same bits on every rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.distributed import TensorParallelGroup, init_group
+from gpu.plan import SamplingParams
+from tests.gpu.engine_stub import GREEDY, Driver, make_config, make_runner
+from tests.gpu.tiny_models import save_model
+
+SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=1000)
+FULL = SamplingParams(temperature=0.0, logprobs=-1, prompt_logprobs=0, max_tokens=1000)
+
+
+def run_case(folder: str, prompts: list[list[int]], num_tokens: int, group: TensorParallelGroup) -> tuple[list[list[int]], bytes, int]:
+    """(output tokens by row, the bits of all logprobs reported, weight bytes)."""
+    runner = make_runner(make_config(folder), group, num_blocks=200)
+    driver = Driver(runner, num_blocks=200)
+    for row, prompt in enumerate(prompts):
+        driver.add(row, prompt, (GREEDY, SEEDED, FULL)[row % 3])
+    outputs = driver.generate(num_tokens, chunk=32)
+    bits = [entry.logprobs.tobytes() for output in driver.outputs for entry in (*output.logprobs, *output.prompt_logprobs)]
+    return [outputs[row] for row in range(len(prompts))], b"".join(bits), runner.model.weight_bytes
+
+
+def run_rank(rank: int, size: int, store: str, answers: Connection, arguments: tuple) -> None:
+    try:
+        group = init_group(rank, size, f"file://{store}")
+        answers.send(run_case(*arguments, group))
+        group.close()
+    except BaseException:
+        answers.send(traceback.format_exc())
+
+
+def run_ranks(size: int, tmp_path: Path, *arguments: object) -> list[tuple[list[list[int]], bytes, int]]:
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(size):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=run_rank, args=(rank, size, str(tmp_path / f"store-{size}"), sender, arguments))
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    try:
+        answers = [pipe.recv() for pipe in pipes]
+    finally:
+        for process in processes:
+            process.join(20)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+    for answer in answers:
+        assert not isinstance(answer, str), answer
+    return answers
+
+
+@pytest.mark.parametrize("name", ["llama-tied-bias", "qwen3"])
+def test_two_ranks_equal_one(tmp_path, name):
+    save_model(name, tmp_path / "model")
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(3, 300, length).tolist() for length in (70, 9, 40)]
+    arguments = (str(tmp_path / "model"), prompts, 12)
+    tokens, bits, weight_bytes = run_case(*arguments, TensorParallelGroup())
+    first, second = run_ranks(2, tmp_path, *arguments)
+    assert first[0] == second[0] == tokens
+    assert first[1] == second[1], "every rank has the same logits, bit for bit"
+    torch.testing.assert_close(torch.frombuffer(bytearray(first[1]), dtype=torch.float32), torch.frombuffer(bytearray(bits), dtype=torch.float32), atol=1e-4, rtol=0)  # fmt: skip
+    assert weight_bytes / 2 < first[2] < 0.6 * weight_bytes, "norms are on both ranks, everything else on one"
+
+
+def test_three_ranks_of_smollm2_whose_vocabulary_and_heads_they_share(tmp_path, smollm2_hf):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_hf)
+    prompts = tokenizer(["The capital of France is", "def fibonacci(n):", "Once upon a time, in a village by the sea,"])["input_ids"]
+    arguments = (str(smollm2_hf), prompts, 6)
+    tokens, _, _ = run_case(*arguments, TensorParallelGroup())
+    ranks = run_ranks(3, tmp_path, *arguments)
+    assert [rank[0] for rank in ranks] == [tokens] * 3
+    assert ranks[0][1] == ranks[1][1] == ranks[2][1]
+
+
+def test_shards_cover_everything_once_also_where_they_are_uneven():
+    for total, size in [(49152, 3), (10, 4), (7, 8), (5, 1)]:
+        shards = [TensorParallelGroup(rank, size).shard(total) for rank in range(size)]
+        assert [i for shard in shards for i in range(total)[shard]] == list(range(total))
+
+
+def test_a_rank_outside_its_group_is_refused():
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        TensorParallelGroup(2, 2)
