@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from importlib.metadata import version as distribution_version
@@ -10,6 +9,7 @@ from typing import Any
 
 import click
 
+from ops.commands import abort, engines, inspect, ps, simulate, usage
 from ops.errors import CommandError
 from ops.options import SettingsCommand, given, setting_options
 from ops.settings import Resolved, resolve
@@ -86,95 +86,8 @@ def engine(config_file: str | None, progress_fd: int | None, **values: Any) -> i
     return run_engine(_with_redis(resolve(given(values), os.environ, config_file)), progress_fd)
 
 
-def bus_options(function: Any) -> Any:
-    """How a command finds Redis, and in which form it answers."""
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="JSON for scripts instead of a table"),
-        click.option("--model", metavar="NAME", help="this model's alone"),
-        click.option(
-            "--data-dir", default="", metavar="DIR", help="data directory of the `serve` to ask; default: ~/.local/share/headrace"
-        ),
-        click.option(
-            "--redis-url", default="", metavar="URL", envvar="HEADRACE_REDIS_URL", help="Redis to ask, instead of a `serve`"
-        ),
-    ):
-        function = option(function)
-    return function
-
-
-@cli.command()
-@bus_options
-@click.option("-a", "--all", "everything", is_flag=True, help="also what has ended and is still kept")
-def ps(redis_url: str, data_dir: str, model: str | None, as_json: bool, everything: bool) -> None:
-    """List requests that wait or run, newest first."""
-    from ops import requests, tables
-
-    with requests.connect(_redis_url(redis_url, data_dir)) as bus:
-        found = requests.live(bus, model) + (requests.ended(bus, model) if everything else [])
-    if as_json:
-        _print_json([request.json() for request in found])
-    else:
-        tables.show_requests(found)
-
-
-@cli.command()
-@bus_options
-@click.argument("request_id", metavar="ID")
-def inspect(redis_url: str, data_dir: str, model: str | None, as_json: bool, request_id: str) -> None:
-    """Show a request: its facts, and where its time went. ID is the client's or headrace's; the newest is shown."""
-    from ops import requests, tables
-
-    with requests.connect(_redis_url(redis_url, data_dir)) as bus:
-        newest, *others = requests.find(bus, request_id, model)
-    if as_json:
-        _print_json({**newest.json(), "others": [other.record.id for other in others]})
-    else:
-        tables.show_request(newest, others)
-
-
-@cli.command()
-@bus_options
-@click.option("--all", "everything", is_flag=True, help="every request that waits or runs")
-@click.option(
-    "--timeout", type=float, default=30.0, show_default=True, metavar="SECONDS", help="longest wait for the engines' word"
-)
-@click.argument("request_ids", metavar="[ID]...", nargs=-1)
-def abort(
-    redis_url: str, data_dir: str, model: str | None, as_json: bool, everything: bool, timeout: float, request_ids: tuple[str, ...]
-) -> int:
-    """End requests, and wait until they are over and their memory is free. Prints the tokens that each had made.
-
-    An ID of the client's ends all live requests that bear it. The exit status is 1 where an engine did not confirm in time.
-    """
-    from ops import requests
-
-    if everything == bool(request_ids):
-        raise click.UsageError("give the IDs of requests, or --all")
-    with requests.connect(_redis_url(redis_url, data_dir)) as bus:
-        targets = requests.live(bus, model) if everything else requests.to_abort(bus, request_ids, model)
-        results = requests.abort(bus, targets, timeout)
-    if as_json:
-        _print_json([{"id": result.id, "state": result.state, "output_tokens": result.output_tokens} for result in results])
-    else:
-        for result in results:
-            click.echo(f"{result.id}: {result.state}, {result.output_tokens} tokens made")
-    return 0 if all(result.is_over for result in results) else 1
-
-
-@cli.command()
-@bus_options
-def engines(redis_url: str, data_dir: str, model: str | None, as_json: bool) -> None:
-    """List the living engines, what they hold and how full they are."""
-    import msgspec
-
-    from ops import requests, tables
-
-    with requests.connect(_redis_url(redis_url, data_dir)) as bus:
-        found = requests.engines(bus, model)
-    if as_json:
-        _print_json(msgspec.to_builtins(found))
-    else:
-        tables.show_engines(found)
+for command in (ps, inspect, abort, engines, usage, simulate):
+    cli.add_command(command)
 
 
 @cli.command()
@@ -193,19 +106,11 @@ def config_docs() -> None:
 
 def _with_redis(resolved: Resolved) -> Resolved:
     """The Redis that is named, else that of the `serve` on this machine."""
-    if not resolved.config.redis.redis_url:
-        resolved.derive("redis_url", _redis_url("", resolved.config.redis.data_dir), "the `serve` that runs here")
-    return resolved
-
-
-def _redis_url(named: str, data_dir: str) -> str:
     from ops.embedded import redis_url
 
-    return redis_url(named, data_dir)
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2))
+    if not resolved.config.redis.redis_url:
+        resolved.derive("redis_url", redis_url("", resolved.config.redis.data_dir), "the `serve` that runs here")
+    return resolved
 
 
 def main(arguments: list[str] | None = None) -> None:

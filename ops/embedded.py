@@ -135,6 +135,7 @@ class EmbeddedValkey:
             f"dir {_quoted(data)}",
             f"pidfile {_quoted(self._directory.path / 'valkey.pid')}",
             "daemonize no",
+            "set-proc-title no",  # its command line tells whose it is
             "appendonly yes",
             "appendfsync everysec",
             'save ""',

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from engine.protocol import EngineInfo
 from ops.requests import Request, timeline
+from ops.usage import UsageRow
 
 PIPE_WIDTH = 400  # columns where there is no terminal: nothing is cut
 
@@ -124,6 +125,20 @@ def show_engines(engines: Sequence[EngineInfo]) -> None:
         ">UP",
     )
     show_table(headings, rows)
+
+
+def show_usage(rows: Sequence[UsageRow]) -> None:
+    if not rows:
+        console().print("no usage")
+        return
+    headings = ("DAY", "MODEL", "TENANT", ">REQUESTS", ">PROMPT", ">CACHED", ">OUTPUT", "ENDED BY")
+    cells = []
+    for row in rows:
+        totals = row.totals
+        numbers = (totals.requests, totals.prompt_tokens, totals.cached_tokens, totals.output_tokens)
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(totals.reasons.items()) if count)
+        cells.append((str(row.day), row.model, row.tenant, *(f"{number:,}" for number in numbers), reasons))
+    show_table(headings, cells)
 
 
 def show_table(headings: Iterable[str], rows: Iterable[Sequence[str]]) -> None:

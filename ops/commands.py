@@ -1,0 +1,176 @@
+"""The commands that look and act through Redis, and `simulate`. Each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
+import click
+
+from ops.errors import CommandError
+
+
+def bus_options(function: Any) -> Any:
+    """How a command finds Redis, and in which form it answers."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="JSON for scripts instead of a table"),
+        click.option("--model", metavar="NAME", help="this model's alone"),
+        click.option(
+            "--data-dir", default="", metavar="DIR", help="data directory of the `serve` to ask; default: ~/.local/share/headrace"
+        ),
+        click.option(
+            "--redis-url", default="", metavar="URL", envvar="HEADRACE_REDIS_URL", help="Redis to ask, instead of a `serve`"
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+@click.command()
+@bus_options
+@click.option("-a", "--all", "everything", is_flag=True, help="also what has ended and is still kept")
+def ps(redis_url: str, data_dir: str, model: str | None, as_json: bool, everything: bool) -> None:
+    """List requests that wait or run, newest first."""
+    from ops import requests, tables
+
+    with requests.connect(_redis_url(redis_url, data_dir)) as bus:
+        found = requests.live(bus, model) + (requests.ended(bus, model) if everything else [])
+    if as_json:
+        _print_json([request.json() for request in found])
+    else:
+        tables.show_requests(found)
+
+
+@click.command()
+@bus_options
+@click.argument("request_id", metavar="ID")
+def inspect(redis_url: str, data_dir: str, model: str | None, as_json: bool, request_id: str) -> None:
+    """Show a request: its facts, and where its time went. ID is the client's or headrace's; the newest is shown."""
+    from ops import requests, tables
+
+    with requests.connect(_redis_url(redis_url, data_dir)) as bus:
+        newest, *others = requests.find(bus, request_id, model)
+    if as_json:
+        _print_json({**newest.json(), "others": [other.record.id for other in others]})
+    else:
+        tables.show_request(newest, others)
+
+
+@click.command()
+@bus_options
+@click.option("--all", "everything", is_flag=True, help="every request that waits or runs")
+@click.option(
+    "--timeout", type=float, default=30.0, show_default=True, metavar="SECONDS", help="longest wait for the engines' word"
+)
+@click.argument("request_ids", metavar="[ID]...", nargs=-1)
+def abort(
+    redis_url: str, data_dir: str, model: str | None, as_json: bool, everything: bool, timeout: float, request_ids: tuple[str, ...]
+) -> int:
+    """End requests, and wait until they are over and their memory is free. Prints the tokens that each had made.
+
+    An ID of the client's ends all live requests that bear it. The exit status is 1 where an engine did not confirm in time.
+    """
+    from ops import requests
+
+    if everything == bool(request_ids):
+        raise click.UsageError("give the IDs of requests, or --all")
+    with requests.connect(_redis_url(redis_url, data_dir)) as bus:
+        targets = requests.live(bus, model) if everything else requests.to_abort(bus, request_ids, model)
+        results = requests.abort(bus, targets, timeout)
+    if as_json:
+        _print_json([{"id": result.id, "state": result.state, "output_tokens": result.output_tokens} for result in results])
+    else:
+        for result in results:
+            click.echo(f"{result.id}: {result.state}, {result.output_tokens} tokens made")
+    return 0 if all(result.is_over for result in results) else 1
+
+
+@click.command()
+@bus_options
+def engines(redis_url: str, data_dir: str, model: str | None, as_json: bool) -> None:
+    """List the living engines, what they hold and how full they are."""
+    import msgspec
+
+    from ops import requests, tables
+
+    with requests.connect(_redis_url(redis_url, data_dir)) as bus:
+        found = requests.engines(bus, model)
+    if as_json:
+        _print_json(msgspec.to_builtins(found))
+    else:
+        tables.show_engines(found)
+
+
+@click.command()
+@bus_options
+@click.option("--since", type=click.DateTime(["%Y-%m-%d"]), metavar="DAY", help="first day, as in 2026-01-31, UTC")
+@click.option("--until", type=click.DateTime(["%Y-%m-%d"]), metavar="DAY", help="last day")
+def usage(redis_url: str, data_dir: str, model: str | None, as_json: bool, since: datetime | None, until: datetime | None) -> None:
+    """Sum up requests and tokens by day, model and tenant."""
+    from ops import requests, tables
+    from ops.usage import usage_rows
+
+    with requests.connect(_redis_url(redis_url, data_dir)) as bus:
+        wanted = requests.models(bus, model)
+        rows = [row for row in usage_rows(bus, since and since.date(), until and until.date()) if row.model in wanted]
+    if as_json:
+        facts = [{"day": str(row.day), "model": row.model, "tenant": row.tenant, **asdict(row.totals)} for row in rows]
+        _print_json(facts)
+    else:
+        tables.show_usage(rows)
+
+
+@click.command()
+@click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True, metavar="N", help="token budget of a step")
+@click.option("--max-num-seqs", type=int, default=256, show_default=True, metavar="N", help="most requests that run at once")
+@click.option("--block-size", type=int, default=16, show_default=True, metavar="N", help="tokens in a KV block")
+@click.option(
+    "--free-blocks", "num_free_blocks", type=int, metavar="N", help="KV blocks that the decodes leave free; default: plenty"
+)
+@click.option("--decodes", "num_decodes", type=int, default=0, show_default=True, metavar="N", help="requests that run already")
+@click.option(
+    "--decode-context", type=int, default=1, show_default=True, metavar="N", help="tokens that each of them has in the cache"
+)
+@click.option(
+    "--decode-tokens", type=int, default=1024, show_default=True, metavar="N", help="tokens that each of them still makes"
+)
+@click.option("--prompt", "prompts", type=int, multiple=True, metavar="N", help="a request with a prompt of N tokens; repeatable")
+@click.option("--priority", "priorities", type=int, multiple=True, metavar="N", help="priorities of the prompts, in their order")
+@click.option(
+    "--output-tokens", type=int, default=4, show_default=True, metavar="N", help="tokens that each prompt is answered with"
+)
+@click.option("--scheduling-policy", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True)
+@click.option(
+    "--long-prefill-token-threshold", type=int, default=0, metavar="N", help="most tokens of one prompt in a step; 0: no cap"
+)
+@click.option("--shrink-chunks", is_flag=True, help="admit the part of a chunk that free blocks allow")
+@click.option("--watermark", type=float, default=0.0, metavar="X", help="share of the blocks that admission keeps free")
+@click.option("--max-steps", type=int, default=64, show_default=True, metavar="N", help="steps to show at most")
+@click.option("--json", "as_json", is_flag=True, help="JSON for scripts, one object a step")
+def simulate(as_json: bool, **load: Any) -> None:
+    """Show, step by step, what the real scheduler does with a load, without a model.
+
+    \b
+    headrace simulate --max-num-batched-tokens 1024 --decodes 2 --prompt 1800
+    """
+    from engine.simulate import Load, render
+    from engine.simulate import simulate as run
+
+    try:
+        steps = list(run(Load(**load)))
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    for line in (json.dumps(asdict(step)) for step in steps) if as_json else render(steps):
+        click.echo(line)
+
+
+def _redis_url(named: str, data_dir: str) -> str:
+    from ops.embedded import redis_url
+
+    return redis_url(named, data_dir)
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
