@@ -1,0 +1,86 @@
+"""The application: routes, layers and life of one API server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.responses import Response
+
+from api import chat, completions, health, models, requests, tokenize
+from api.auth import Authentication, check_exposure
+from api.errors import install_error_handlers
+from api.middleware import BodyLimit, RequestContext
+from api.service import Service, service_of
+from api.version import VERSION
+from engine.config import ApiConfig, RedisConfig
+
+DESCRIPTION = "OpenAI-compatible inference on Redis streams."
+JSON_TYPE = "application/json"
+
+metrics_router = APIRouter()
+
+
+@metrics_router.get("/metrics", summary="Prometheus metrics", response_class=Response)
+def metrics(request: Request) -> Response:
+    return Response(service_of(request).metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+def create_app(config: ApiConfig, redis_config: RedisConfig, on_failure: Callable[[BaseException], None] | None = None) -> FastAPI:
+    """An application that connects to Redis when it starts up. `on_failure`: a background task died, the process must end.
+
+    Raises ConfigurationError for keys that are none, and where it would be open to the network without any.
+    """
+    check_exposure(config)
+    service = Service(config, redis_config, on_failure)
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        try:
+            yield
+        finally:
+            await service.close()
+
+    app = FastAPI(
+        title="headrace",
+        version=VERSION,
+        description=DESCRIPTION,
+        lifespan=life,
+        redirect_slashes=False,
+        openapi_url=None if config.disable_fastapi_docs else "/openapi.json",  # without it there are no pages either
+    )
+    app.state.service = service
+    for module in (chat, completions, models, tokenize, requests):
+        app.include_router(module.router, dependencies=[Depends(demand_json)])
+    app.include_router(health.router)
+    app.include_router(metrics_router)
+    install_error_handlers(app)
+    _add_layers(app, service)
+    return app
+
+
+async def demand_json(request: Request) -> None:
+    """Bodies are JSON and say so; anything else is a 400, as with vLLM."""
+    if request.method != "POST" or request.url.path.endswith("/cancel"):
+        return
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != JSON_TYPE:
+        message = "Unsupported Media Type: Only 'application/json' is allowed"
+        raise RequestValidationError(
+            [{"type": "media_type", "loc": ("header", "content-type"), "msg": message, "input": media_type}]
+        )
+
+
+def _add_layers(app: FastAPI, service: Service) -> None:
+    """Inside out: the last one added is the outermost."""
+    config = service.config
+    app.add_middleware(BodyLimit, max_bytes=config.max_request_bytes)
+    app.add_middleware(Authentication, keys=service.keys)
+    if config.allowed_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(RequestContext, metrics=service.metrics, id_header=config.enable_request_id_headers)

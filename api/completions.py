@@ -1,0 +1,204 @@
+"""POST /v1/completions: one prompt or a list of them, text or token ids, scoring included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api.answer import UsageOptions, WholeChoice, answer
+from api.choice import ChoiceOutput, TokenLogprobs
+from api.generation import Generation, Task
+from api.logprobs import LogprobsFormatter
+from api.prompts import Prompt, Truncation, check_truncation, checked, completion_prompts, tokenize_text
+from api.refusals import check_completion
+from api.sampling import OutputBudget, check_budget, default_max_tokens, make_sampling_params, stop_strings
+from api.schemas import CompletionRequest
+from api.served import ServedModel
+from api.service import Service, service_of
+from api.sse import ChunkFrame, encode_json
+from api.submit import admit, answer_headers, submit
+from api.version import system_fingerprint
+from engine.protocol import SamplingParams
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", summary="Continue a text")
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    service = service_of(request)
+    admit(service)
+    check_completion(body)
+    model = await service.models.resolve(service.client, body.model)
+    task = await service.models.in_thread(_make_task, body, model)
+    generation = await submit(request, task, body.request_id)
+    format = CompletionFormat(body, generation, service)
+    return await answer(request, generation, format, answer_headers(generation), service.config.sse_keep_alive_interval)
+
+
+def _make_task(body: CompletionRequest, model: ServedModel) -> Task:
+    """Everything that takes time, on a worker thread."""
+    scores = bool(body.echo) or body.prompt_logprobs is not None
+    check_budget(OutputBudget(body.max_tokens), model.limits, may_be_zero=scores)
+    check_truncation(body.truncate_prompt_tokens, model.limits)
+    prompts = [_make_prompt(source, body, model) for source in completion_prompts(body.prompt)]
+    return Task(
+        endpoint="/v1/completions",
+        model=model,
+        prompts=prompts,
+        sampling=_sampling(body, model, prompts),
+        stop=stop_strings(body),
+        include_stop=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        echo=bool(body.echo),
+        score_only=body.max_tokens == 0,
+        stream=bool(body.stream),
+        priority=body.priority,
+        cache_salt=body.cache_salt or "",
+    )
+
+
+def _make_prompt(source: str | list[int], body: CompletionRequest, model: ServedModel) -> Prompt:
+    truncation = Truncation(body.truncate_prompt_tokens, body.truncation_side or "left")
+    if isinstance(source, str):
+        return tokenize_text(source, model.tokenizer, model.limits, body.add_special_tokens, truncation)
+    return checked(Prompt(source), model.limits, truncation)
+
+
+def _sampling(body: CompletionRequest, model: ServedModel, prompts: list[Prompt]) -> list[SamplingParams]:
+    """Parameters of each prompt; they differ only where the context's room does. Scoring lets the engine make one token, unused."""
+    config = model.files.generation_config
+    budget = OutputBudget(1 if body.max_tokens == 0 else body.max_tokens)
+    prompt_logprobs = body.prompt_logprobs
+    if prompt_logprobs is None and body.echo:
+        prompt_logprobs = body.logprobs
+    made: dict[int, SamplingParams] = {}
+    sampling = []
+    for prompt in prompts:
+        max_tokens = budget.resolve(len(prompt.token_ids), model.limits, default_max_tokens(config))
+        if max_tokens not in made:
+            made[max_tokens] = make_sampling_params(
+                body, model.tokenizer, model.limits, config, max_tokens, body.logprobs, prompt_logprobs
+            )
+        sampling.append(made[max_tokens])
+    return sampling
+
+
+class CompletionFormat:
+    """Chunks and whole answers of text completions."""
+
+    def __init__(self, body: CompletionRequest, generation: Generation, service: Service) -> None:
+        task = generation.task
+        self._body = body
+        self._generation = generation
+        self._task = task
+        self._usage = UsageOptions.of(body, service.config)
+        as_ids = body.return_tokens_as_token_ids
+        self._logprobs = LogprobsFormatter(
+            task.model.tokenizer, service.config.return_tokens_as_token_ids if as_ids is None else as_ids
+        )
+        self._fingerprint = system_fingerprint(task.model.fingerprint)
+        self._id = f"cmpl-{generation.external_id}"
+        self._frame = ChunkFrame(self._id, "text_completion", generation.created, task.model.name)
+        self._begun = [False] * task.num_choices
+        self._plain = body.logprobs is None and not body.return_token_ids
+
+    # Streamed
+
+    def opening(self) -> Iterator[bytes]:
+        return iter(())
+
+    def chunks(self, output: ChoiceOutput) -> Iterator[bytes]:
+        """Text and what belongs to it in one chunk, the end in one of its own, which strict clients need. A choice's first chunk
+        brings the echo, with the first tokens."""
+        first = not self._begun[output.index]
+        self._begun[output.index] = True
+        if self._plain and not (first and self._body.echo):
+            if output.text:
+                yield self._chunk(output.index, _plain_choice(output.index, encode_json(output.text)))
+        elif output.text or output.token_ids or first:
+            yield self._chunk(output.index, encode_json(self._choice(output, first)))
+        if output.finish_reason is not None:
+            more = {} if self._usage.at_end else {"system_fingerprint": self._fingerprint}
+            yield self._chunk(output.index, encode_json(_last_choice(output)), **more)
+
+    def _choice(self, output: ChoiceOutput, first: bool) -> dict[str, Any]:
+        body, prompt = self._body, output.index // self._task.n
+        text, entries = output.text, output.logprobs
+        if first and body.echo:
+            text = self._generation.echo_text(prompt) + text
+            entries = [*self._prompt_entries(prompt), *entries]
+        choice: dict[str, Any] = {"index": output.index, "text": text, "logprobs": None, "finish_reason": None}
+        if body.logprobs is not None:
+            choice["logprobs"] = self._logprobs.completion(entries, body.logprobs)
+        if body.return_token_ids:
+            choice["token_ids"] = output.token_ids
+            if first:
+                choice["prompt_token_ids"] = self._task.prompts[prompt].token_ids
+        return choice
+
+    def _chunk(self, index: int, choice: bytes, **more: Any) -> bytes:
+        if self._usage.continuous:
+            more["usage"] = self._generation.usage_of(index).as_json()
+        return self._frame.chunk(choice, **more)
+
+    def closing(self) -> Iterator[bytes]:
+        if self._usage.at_end:
+            usage = self._generation.usage.as_json(self._usage.details)
+            yield self._frame.chunk(b"", usage=usage, system_fingerprint=self._fingerprint)
+
+    # Whole
+
+    def whole(self, choices: list[WholeChoice]) -> bytes:
+        return encode_json(
+            {
+                "id": self._id,
+                "object": "text_completion",
+                "created": self._generation.created,
+                "model": self._task.model.name,
+                "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
+                "service_tier": None,
+                "system_fingerprint": self._fingerprint,
+                "usage": self._generation.usage.as_json(self._usage.details),
+            }
+        )
+
+    def _whole_choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+        assert choice.finish_reason is not None
+        body, place = self._body, index // self._task.n
+        text, entries = choice.text, choice.logprobs
+        if body.echo:
+            text = self._generation.echo_text(place) + text
+            entries = [*self._prompt_entries(place), *entries]
+        wants_prompt = body.prompt_logprobs is not None
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None if body.logprobs is None else self._logprobs.completion(entries, body.logprobs),
+            "finish_reason": str(choice.finish_reason),
+            "stop_reason": choice.stop_reason,
+            "token_ids": choice.token_ids if body.return_token_ids else None,
+            "prompt_logprobs": self._generation.prompt_logprobs[place].vllm(self._task.model.tokenizer) if wants_prompt else None,
+            "prompt_token_ids": self._task.prompts[place].token_ids if body.return_token_ids else None,
+        }
+
+    def _prompt_entries(self, prompt: int) -> list[TokenLogprobs]:
+        if self._body.logprobs is None:
+            return []
+        return list(self._generation.prompt_logprobs[prompt].entries(self._task.model.tokenizer))
+
+
+def _plain_choice(index: int, text: bytes) -> bytes:
+    return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, text)
+
+
+def _last_choice(output: ChoiceOutput) -> dict[str, Any]:
+    return {
+        "index": output.index,
+        "text": "",
+        "logprobs": None,
+        "finish_reason": str(output.finish_reason),
+        "stop_reason": output.stop_reason,
+    }

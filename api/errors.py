@@ -1,0 +1,166 @@
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`, with the status of the cause.
+
+Statuses and types are vLLM's (docs/http-api.md says where headrace does better).
+"""
+
+from __future__ import annotations
+
+import http
+import logging
+import re
+from typing import Any
+
+import jinja2
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+logger = logging.getLogger("headrace.api")
+
+MAX_REPORTED_ERRORS = 10  # entries of a body validation error that are told
+MAX_REPORTED_INPUT = 200  # characters of an offending value that are repeated
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")
+_FRAME = re.compile(r'File "[^"]*", line \d+(, in \S+)?')
+_PATH = re.compile(r"(?<![\w:/.])/(?:[\w.+-]+/)+[\w.+-]+")
+
+
+class ApiError(Exception):
+    """An answer with an error status. `param` names the offending field, `headers` go into the response."""
+
+    status = 500
+    type = "InternalServerError"
+
+    def __init__(self, message: str, param: str | None = None, headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.headers = headers or {}
+
+
+class BadRequest(ApiError):
+    """The request is well-formed JSON but asks for something that cannot be."""
+
+    status = 400
+    type = "BadRequestError"
+
+
+class Unauthorized(ApiError):
+    """No key, or one that is not known."""
+
+    status = 401
+    type = "AuthenticationError"
+
+
+class Forbidden(ApiError):
+    """The key is known but does not allow this."""
+
+    status = 403
+    type = "PermissionDeniedError"
+
+
+class NotFound(ApiError):
+    """No such model or request."""
+
+    status = 404
+    type = "NotFoundError"
+
+
+class PayloadTooLarge(ApiError):
+    """The body exceeds --max-request-bytes."""
+
+    status = 413
+    type = "PayloadTooLargeError"
+
+
+class ServiceUnavailable(ApiError):
+    """Nothing wrong with the request: no engine, a full queue, Redis away, or a server that is stopping."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+
+
+class GenerationError(ApiError):
+    """The engine gave the request up; the message is its reason."""
+
+    status = 500
+    type = "InternalServerError"
+
+
+def sanitize_message(message: str) -> str:
+    """`message` without memory addresses, stack frames and absolute paths."""
+    return _PATH.sub("<path>", _FRAME.sub("<frame>", _ADDRESS.sub("", message)))
+
+
+def error_body(message: str, type: str, code: int, param: str | None = None) -> bytes:
+    return msgspec.json.encode({"error": {"message": sanitize_message(message), "type": type, "param": param, "code": code}})
+
+
+def error_response(error: ApiError) -> Response:
+    """`error` as a whole HTTP response."""
+    return Response(body_of(error), error.status, headers=error.headers, media_type="application/json")
+
+
+def body_of(error: ApiError) -> bytes:
+    """`error` as the JSON of a response body or of a stream's error event."""
+    return error_body(error.message, error.type, error.status, error.param)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What a client is told about `error`: itself if it is an answer, a 400 for a template's word, else a bare 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, jinja2.TemplateError):
+        return BadRequest(str(error) or type(error).__name__)
+    return ApiError("Internal server error.")
+
+
+def phrase_error(status: int, detail: str | None = None) -> bytes:
+    phrase = http.HTTPStatus(status).phrase
+    return error_body(detail or phrase, phrase, status)
+
+
+def _validation_message(errors: list[dict[str, Any]]) -> str:
+    lines = [f"{len(errors)} validation error{'s' if len(errors) != 1 else ''}:"]
+    for error in errors[:MAX_REPORTED_ERRORS]:
+        shown = repr(error.get("input"))
+        if len(shown) > MAX_REPORTED_INPUT:
+            shown = shown[:MAX_REPORTED_INPUT] + "..."
+        where = ".".join(str(part) for part in error["loc"])
+        lines.append(f"  {where}: {error['msg']} (type={error['type']}, input={shown})")
+    if len(errors) > MAX_REPORTED_ERRORS:
+        lines.append(f"  ... and {len(errors) - MAX_REPORTED_ERRORS} more")
+    return "\n".join(lines)
+
+
+def _validation_param(loc: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in loc)
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    return error_response(as_api_error(error))
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    errors = list(error.errors())
+    body = error_body(_validation_message(errors), "Bad Request", 400, _validation_param(errors[0]["loc"]) if errors else None)
+    return Response(body, 400, media_type="application/json")
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers) if error.headers else None
+    return Response(
+        phrase_error(error.status_code, error.detail), error.status_code, headers=headers, media_type="application/json"
+    )
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Registers handlers for specific classes; what nothing catches is answered by `api.middleware.RequestContext`."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(jinja2.TemplateError, _on_api_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)

@@ -1,0 +1,45 @@
+"""Ids of requests. A client's id may repeat; the internal one, the client's plus a random suffix, never does."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import uuid
+
+from starlette.datastructures import Headers
+
+from api.errors import BadRequest
+
+MAX_ID_LEN = 128
+MAX_IDS_IN_HEADER = 16  # header lines are limited by many clients (8 KiB); a longer list is cut with "..."
+REQUEST_ID_HEADER = "X-Request-Id"
+INTERNAL_ID_HEADER = "X-Headrace-Request-Id"
+_SAFE = re.compile(rf"[A-Za-z0-9._:\-]{{1,{MAX_ID_LEN}}}")
+
+
+def external_id(headers: Headers, body_id: str | None) -> str:
+    """The id that the client knows its request by: its header, else its body's, else a random one. Raises BadRequest."""
+    for source, given in ((REQUEST_ID_HEADER, headers.get(REQUEST_ID_HEADER)), ("request_id", body_id)):
+        if given:
+            if not _SAFE.fullmatch(given):
+                message = f"{source} must have 1 to {MAX_ID_LEN} characters, each a letter, a digit or one of . _ : -"
+                raise BadRequest(message, param=source)
+            return given
+    return uuid.uuid4().hex
+
+
+def is_safe_id(value: str) -> bool:
+    return _SAFE.fullmatch(value) is not None
+
+
+def internal_ids(external: str, count: int) -> list[str]:
+    """One internal id a prompt: the client's, the prompt's number when there are several, 8 random hex digits."""
+    suffix = secrets.token_hex(4)
+    if count == 1:
+        return [f"{external}-{suffix}"]
+    return [f"{external}-{place}-{suffix}" for place in range(count)]
+
+
+def internal_id_header(ids: list[str]) -> str:
+    shown = ids[:MAX_IDS_IN_HEADER]
+    return ", ".join(shown) + (", ..." if len(ids) > len(shown) else "")

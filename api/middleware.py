@@ -1,0 +1,114 @@
+"""Plain ASGI layers around all routes: request id and counters, the last catch, the size of bodies. Streams pass untouched."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.errors import ApiError, PayloadTooLarge, error_response
+from api.identity import REQUEST_ID_HEADER, is_safe_id
+from api.metrics import Metrics
+
+logger = logging.getLogger("headrace.api")
+
+UNCOUNTED_PATHS = frozenset({"/metrics", "/health", "/live", "/ready", "/load", "/ping", "/version"})
+UNKNOWN_ROUTE = "none"  # label of what no route answers: paths that clients make up would be labels without end
+
+
+class RequestContext:
+    """Outermost: gives each response its X-Request-Id, counts it, and turns what nothing else caught into a 500 without details."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, id_header: bool) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._id_header = id_header
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(scope, send, self._id_header)
+        self._metrics.in_flight.inc()
+        started = time.perf_counter()
+        try:
+            await self._app(scope, receive, exchange.send)
+        except Exception:
+            logger.exception("a request failed", extra={"request_id": exchange.request_id})
+            if not exchange.status:
+                await error_response(ApiError("Internal server error."))(scope, receive, exchange.send)
+        finally:
+            self._metrics.in_flight.dec()
+            if scope["path"] not in UNCOUNTED_PATHS:
+                self._count(scope, exchange, time.perf_counter() - started)
+
+    def _count(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
+        route = scope.get("route")
+        handler = getattr(route, "path", UNKNOWN_ROUTE)
+        method = scope["method"] if route is not None else UNKNOWN_ROUTE
+        metrics = self._metrics
+        metrics.http_requests.labels(handler, method, f"{exchange.status // 100}xx").inc()
+        metrics.http_duration.labels(handler, method).observe(seconds)
+        length = Headers(scope=scope).get("content-length", "")
+        metrics.http_request_size.labels(handler).observe(int(length) if length.isdecimal() else 0)
+        metrics.http_response_size.labels(handler).observe(exchange.num_bytes)
+
+
+class _Exchange:
+    """What is to be known of one response as it goes out. `status` is 0 until it begins."""
+
+    def __init__(self, scope: Scope, send: Send, id_header: bool) -> None:
+        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        self.request_id = given if is_safe_id(given) else uuid.uuid4().hex
+        self.status = 0
+        self.num_bytes = 0
+        self._send = send
+        self._id_header = id_header
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            if self._id_header:
+                MutableHeaders(scope=message).setdefault(REQUEST_ID_HEADER, self.request_id)
+        elif message["type"] == "http.response.body":
+            self.num_bytes += len(message.get("body", b""))
+        await self._send(message)
+
+
+class _TooLarge(Exception):
+    """The body outgrew the limit while it was read."""
+
+
+class BodyLimit:
+    """Refuses bodies over `max_bytes` with 413: at once by their Content-Length, else as soon as they are too long."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        error = PayloadTooLarge(f"The request body is larger than {self._max_bytes} bytes.", headers={"Connection": "close"})
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdecimal() and int(length) > self._max_bytes:
+            await error_response(error)(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise _TooLarge
+            return message
+
+        try:
+            await self._app(scope, limited, send)
+        except _TooLarge:
+            await error_response(error)(scope, receive, send)

@@ -1,0 +1,81 @@
+"""What is written down about each request: metrics as it goes, one log line at its end. Never a word of a prompt or an answer."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from api.generation import Generation
+from api.metrics import Metrics
+from engine.protocol import FinishReason
+
+logger = logging.getLogger("headrace.request")
+
+
+class RequestObserver:
+    """`open`: the generations that have not been closed."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.open: set[Generation] = set()
+        self._metrics = metrics
+
+    def opened(self, generation: Generation) -> None:
+        self.open.add(generation)
+        labels, task = _labels(generation), generation.task
+        self._metrics.n.labels(*labels).observe(task.n)
+        for prompt, sampling in zip(task.prompts, task.sampling, strict=True):
+            self._metrics.prompt_len.labels(*labels).observe(len(prompt.token_ids))
+            self._metrics.max_tokens.labels(*labels).observe(sampling.max_tokens)
+
+    def output(self, generation: Generation, previous: float, now: float) -> None:
+        if previous:
+            self._metrics.itl.labels(*_labels(generation)).observe(now - previous)
+        else:
+            self._metrics.ttft.labels(*_labels(generation)).observe(now - generation.arrival)
+
+    def choice_ended(self, generation: Generation, index: int, reason: FinishReason) -> None:
+        self._metrics.choice_ended(*_labels(generation), reason)
+
+    def closed(self, generation: Generation) -> None:
+        """Aborted requests are in every histogram that they have a number for."""
+        self.open.discard(generation)
+        now = time.time()
+        labels, n = _labels(generation), generation.task.n
+        for place, prompt in enumerate(generation.task.prompts):
+            lens = [generation.num_tokens(place * n + choice) for choice in range(n)]
+            self._metrics.output_len.labels(*labels).observe(sum(lens))
+            self._metrics.max_output_len.labels(*labels).observe(max(lens))
+            if (final := generation.finals.get(place)) is not None:
+                self._metrics.prompt_ended(labels, final.times, len(prompt.token_ids), final.num_cached_tokens, lens)
+        self._metrics.e2e.labels(*labels).observe(now - generation.arrival)
+        logger.info("request finished", extra=_facts(generation, now))
+
+
+def _labels(generation: Generation) -> tuple[str, str]:
+    model = generation.task.model
+    return model.name, model.engine
+
+
+def _facts(generation: Generation, now: float) -> dict[str, object]:
+    """Fields of the log line. Durations are seconds."""
+    task, usage = generation.task, generation.usage
+    facts: dict[str, object] = {
+        "request_id": generation.external_id,
+        "internal_id": generation.internal_ids[0],
+        "tenant": generation.tenant,
+        "model": task.model.name,
+        "endpoint": task.endpoint,
+        "stream": task.stream,
+        "num_prompts": len(task.prompts),
+        "n": task.n,
+        "prompt_tokens": usage.prompt_tokens,
+        "output_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "finish_reason": ",".join(sorted({str(reason) for reason in generation.reasons.values()})),
+        "duration": round(now - generation.arrival, 6),
+    }
+    if generation.first_output:
+        facts["time_to_first_token"] = round(generation.first_output - generation.arrival, 6)
+    if (final := generation.finals.get(0)) is not None and final.times.scheduled:
+        facts["queue_time"] = round(final.times.scheduled - final.times.enqueued, 6)
+    return facts

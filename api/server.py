@@ -1,0 +1,138 @@
+"""The API server process: a listening socket, an event loop, and an orderly end.
+
+At the first SIGTERM or SIGINT readiness turns false and nothing new is admitted; what runs gets --shutdown-timeout seconds, is
+aborted then, and its clients still get their last event. A second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+import uvloop
+
+from api.app import create_app
+from api.service import Service
+from engine.config import ApiConfig, RedisConfig
+
+logger = logging.getLogger("headrace.api")
+
+BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 5  # of an idle HTTP connection
+LAST_WORDS_SECONDS = 5  # for aborted streams to send their end
+WANTED_FILES = 65535  # open connections are open files
+
+
+def run_api(config: ApiConfig, redis_config: RedisConfig, fd: int | None = None) -> int:
+    """Serve until told to stop; returns the process's exit code: 0 after a signal, 1 when a part of the server died.
+
+    `fd`: an inherited listening socket, which several API processes may share; else `config.host` and `config.port` are bound.
+    Raises ConfigurationError, and OSError when the address is taken.
+    """
+    _raise_file_limit()
+    listener = _inherited(fd) if fd is not None else listen(config.host, config.port)
+    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config, redis_config, listener))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _inherited(fd: int) -> socket.socket:
+    return socket.socket(fileno=fd)
+
+
+def _raise_file_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers, which would cut streams before they were told."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Ending:
+    """Why the process ends: a signal, or a failure inside."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.forced = asyncio.Event()
+        self.failure: BaseException | None = None
+
+    def signal(self) -> None:
+        if self.asked.is_set():
+            self.forced.set()
+        self.asked.set()
+
+    def fail(self, error: BaseException) -> None:
+        if self.failure is None:
+            logger.error("a part of the API server died, the process ends", exc_info=error)
+            self.failure = error
+        self.asked.set()
+
+
+async def _serve(config: ApiConfig, redis_config: RedisConfig, listener: socket.socket) -> int:
+    ending = _Ending()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ending.signal)
+    app = create_app(config, redis_config, ending.fail)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=LAST_WORDS_SECONDS,
+            backlog=BACKLOG,
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    asked = asyncio.create_task(ending.asked.wait())
+    await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+        asked.cancel()
+        serving.result()
+        return 1  # it could not start up, or stopped unasked
+    await _stop(server, app.state.service, ending)
+    await serving
+    return 1 if ending.failure is not None else 0
+
+
+async def _stop(server: _Server, service: Service, ending: _Ending) -> None:
+    """Drain, or not where the end is forced; then let uvicorn close its connections."""
+    draining = asyncio.create_task(service.drain(service.config.shutdown_timeout))
+    forced = asyncio.create_task(ending.forced.wait())
+    await asyncio.wait({draining, forced}, return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    server.force_exit = ending.forced.is_set()
+    for task in (draining, forced):
+        task.cancel()
+    await asyncio.gather(draining, forced, return_exceptions=True)

@@ -1,0 +1,113 @@
+"""What one API server process holds: its way to the engines, models, keys, counters. No request's state outlives the request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from fastapi import Request
+
+from api.auth import EVERYBODY, KeyRing, Principal
+from api.errors import ServiceUnavailable
+from api.metrics import Metrics
+from api.observer import RequestObserver
+from api.served import RETRY_AFTER, ServedModels
+from engine.bus import AsyncBus
+from engine.client import AdmissionLimits, AsyncClient, BusUnavailable
+from engine.config import ApiConfig, RedisConfig
+
+logger = logging.getLogger("headrace.api")
+
+REDIS_AWAY = "Redis is not reachable. Try again later."
+RETRY_SECONDS = 1.0
+
+
+class Service:
+    """`on_failure` is called when a background task died: the process must end then, with an error."""
+
+    def __init__(
+        self, config: ApiConfig, redis_config: RedisConfig, on_failure: Callable[[BaseException], None] | None = None
+    ) -> None:
+        self.config = config
+        self.redis_config = redis_config
+        self.keys = KeyRing(config.api_key)
+        self.metrics = Metrics(config.metrics_prefix)
+        self.metrics.engines = lambda: self._client.engines() if self._client is not None else []
+        self.pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="text")
+        self.models = ServedModels(config, self.pool)
+        self.limits = AdmissionLimits(config.max_num_queued_reqs, config.max_num_queued_tokens)
+        self.draining = False
+        self.observer = RequestObserver(self.metrics)
+        self._on_failure = on_failure
+        self._client: AsyncClient | None = None
+        self._connecting: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to connect; returns once connected, or at the first failure, after which it goes on trying behind."""
+        first_try = asyncio.Event()
+        self.bus = AsyncBus(self.redis_config.redis_url)
+        self._connecting = asyncio.create_task(self._connect(first_try))
+        self._connecting.add_done_callback(self._connect_done)
+        await first_try.wait()
+
+    async def _connect(self, first_try: asyncio.Event) -> None:
+        while self._client is None:
+            client = AsyncClient(self.bus, self._on_failure)
+            try:
+                await client.start()
+                self._client = client
+            except BusUnavailable as error:
+                logger.warning("Redis is away, trying again: %s", error)
+                await client.close()
+                first_try.set()
+                await asyncio.sleep(RETRY_SECONDS)
+        first_try.set()
+
+    def _connect_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and self._on_failure is not None:
+            self._on_failure(error)
+
+    @property
+    def client(self) -> AsyncClient:
+        """Raises ServiceUnavailable before the first contact with Redis."""
+        if self._client is None:
+            raise ServiceUnavailable(REDIS_AWAY, headers=RETRY_AFTER)
+        return self._client
+
+    @property
+    def connected(self) -> bool:
+        """Redis answered the last time it was asked."""
+        return self._client is not None and self._client.directory.redis_up
+
+    async def drain(self, timeout: float) -> None:
+        """Admit nothing more; what runs gets `timeout` seconds, then it is aborted."""
+        self.draining = True
+        deadline = asyncio.get_running_loop().time() + timeout
+        while self.observer.open and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.05)
+        for generation in list(self.observer.open):
+            await generation.abort()
+
+    async def close(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
+        for generation in list(self.observer.open):
+            await generation.close()
+        if self._client is not None:
+            await self._client.close()
+        await self.bus.close()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def principal_of(request: Request) -> Principal:
+    principal: Principal = getattr(request.state, "principal", EVERYBODY)
+    return principal

@@ -1,0 +1,103 @@
+"""From a checked request to running streams: admission, enqueue, what a refusal looks like. No 200 before `enqueue` answered."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import Request
+
+from api.auth import derive_cache_salt
+from api.errors import ApiError, BadRequest, ServiceUnavailable
+from api.generation import Generation, Task
+from api.identity import INTERNAL_ID_HEADER, external_id, internal_id_header, internal_ids
+from api.served import NO_ENGINE, RETRY_AFTER
+from api.service import REDIS_AWAY, Service, principal_of, service_of
+from engine.client import BusUnavailable, Refused, RequestFacts
+from engine.protocol import PROTOCOL_VERSION, EngineCoreRequest, encode_column
+
+PRIORITY_HEADER = "X-Vllm-Priority"
+TRACE_HEADERS = ("traceparent", "tracestate")
+INT64 = range(-(2**63), 2**63)
+_LIMIT_WORDS = {"max_num_queued_reqs": "requests", "max_num_queued_tokens": "prompt tokens"}
+
+
+def admit(service: Service) -> None:
+    """Nothing new is taken while the server stops."""
+    if service.draining:
+        raise ServiceUnavailable("The server is shutting down.", headers=RETRY_AFTER)
+
+
+async def submit(request: Request, task: Task, body_id: str | None) -> Generation:
+    """Enqueue all prompts of `task` or none. Raises BadRequest, ServiceUnavailable."""
+    service = service_of(request)
+    admit(service)
+    arrival = time.time()
+    external = external_id(request.headers, body_id)
+    ids = internal_ids(external, len(task.prompts))
+    requests = _engine_requests(request, service, task, ids, arrival)
+    facts = RequestFacts(external, task.endpoint, task.stream, task.model.name)
+    try:
+        streams = await service.client.add(task.model.handle.name, requests, facts, service.limits)
+    except Refused as refusal:
+        service.metrics.refused(task.model.name, refusal.reason)
+        raise _refusal_error(refusal) from refusal
+    except BusUnavailable as error:
+        raise ServiceUnavailable(REDIS_AWAY, headers=RETRY_AFTER) from error
+    return Generation(task, external, ids, streams, arrival, principal_of(request).tenant, service.observer)
+
+
+def answer_headers(generation: Generation) -> dict[str, str]:
+    return {INTERNAL_ID_HEADER: internal_id_header(generation.internal_ids)}
+
+
+def _engine_requests(request: Request, service: Service, task: Task, ids: list[str], arrival: float) -> list[EngineCoreRequest]:
+    principal = principal_of(request)
+    priority = _priority(request, task.priority)
+    trace = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
+    salt = derive_cache_salt(principal, task.cache_salt)
+    client = service.client
+    return [
+        EngineCoreRequest(
+            PROTOCOL_VERSION,
+            internal_id,
+            encode_column(prompt.token_ids),
+            sampling,
+            client.incarnation,
+            client.next_handle(),
+            priority,
+            arrival,
+            principal.tenant,
+            salt,
+            trace,
+        )
+        for internal_id, prompt, sampling in zip(ids, task.prompts, task.sampling, strict=True)
+    ]
+
+
+def _priority(request: Request, own: int) -> int:
+    header = request.headers.get(PRIORITY_HEADER)
+    if header is None:
+        return own
+    try:
+        priority = int(header)
+    except ValueError:
+        priority = INT64.stop
+    if priority not in INT64:
+        raise BadRequest(f"{PRIORITY_HEADER} must be an integer of 64 bits.", param=PRIORITY_HEADER)
+    return priority
+
+
+def _refusal_error(refusal: Refused) -> ApiError:
+    match refusal.reason:
+        case "max_num_queued_reqs" | "max_num_queued_tokens":
+            what = _LIMIT_WORDS[refusal.reason]
+            message = f"The server is overloaded: {refusal.value} {what} are queued, the limit is {refusal.limit}. Try again later."
+        case "no_engine":
+            message = NO_ENGINE
+        case "memory":
+            message = "The request queue is out of memory. Try again later."
+        case "aborted":
+            return BadRequest("The request was aborted before it began.")
+        case _:
+            message = "The request could not be queued. Try again."
+    return ServiceUnavailable(message, headers=RETRY_AFTER)

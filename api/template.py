@@ -1,0 +1,147 @@
+"""Chat templates: Jinja as Hugging Face's tokenizers render it, in a sandbox.
+
+The dialect is described in https://huggingface.co/docs/transformers/chat_templating_writing: blocks trimmed, `raise_exception`,
+`strftime_now`, a `tojson` that escapes no HTML, `{% generation %}` blocks (transparent here), `{% break %}` and `{% continue %}`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from api.errors import BadRequest
+
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+Message = dict[str, Any]
+_MARK = "<|headrace:continue|>"  # put behind the message to be continued, and cut away with all that the template adds after it
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's part for training; serving renders what is inside."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own type)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _make_environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """A compiled template. `variables`: what it may read besides the request's own (special tokens by name, defaults)."""
+
+    def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
+        environment = _make_environment()
+        try:
+            self._template = environment.from_string(source)
+            self.takes_parts = _iterates_content(environment.parse(source))
+        except jinja2.TemplateError as error:
+            raise BadRequest(f"The chat template is not valid: {error}", param="chat_template") from error
+        self._variables = dict(variables or {})
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: list[dict[str, Any]] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt. What goes wrong inside the template is the request's fault as far as it can be told: BadRequest."""
+        if extra and (reserved := RESERVED & extra.keys()):
+            raise BadRequest(f"chat_template_kwargs must not contain {sorted(reserved)}.", param="chat_template_kwargs")
+        conversation = _marked(messages) if continue_final_message else list(messages)
+        variables = {
+            **self._variables,
+            **(extra or {}),
+            "messages": conversation,
+            "tools": None,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            prompt = self._template.render(variables)
+        except jinja2.TemplateError as error:
+            raise BadRequest(str(error) or type(error).__name__, param="messages") from error
+        except Exception as error:
+            raise BadRequest(f"The chat template cannot render these messages: {error}", param="messages") from error
+        return _cut_at_mark(prompt) if continue_final_message else prompt
+
+
+def _marked(messages: Sequence[Message]) -> list[Message]:
+    *before, last = messages
+    content = last.get("content")
+    if isinstance(content, str):
+        return [*before, {**last, "content": content + _MARK + " "}]
+    if isinstance(content, list):
+        for place in range(len(content) - 1, -1, -1):
+            if "text" in content[place]:
+                parts = [*content]
+                parts[place] = {**content[place], "text": content[place]["text"] + _MARK + " "}
+                return [*before, {**last, "content": parts}]
+    raise BadRequest("continue_final_message is set but the final message has no text to continue.", param="messages")
+
+
+def _cut_at_mark(prompt: str) -> str:
+    place = prompt.rfind(_MARK)
+    if place < 0:
+        raise BadRequest(
+            "continue_final_message is set but the final message does not appear in the chat after applying the chat template.",
+            param="continue_final_message",
+        )
+    kept_spaces = prompt[place + len(_MARK) :].startswith(
+        " "
+    )  # else the template trims messages, and this one is to end trimmed too
+    return prompt[:place] if kept_spaces else prompt[:place].rstrip()
+
+
+def _iterates_content(tree: nodes.Template) -> bool:
+    """Whether the template loops over a message's content, that is: takes a list of parts and not only a string."""
+    aliases = {
+        assignment.target.name
+        for assignment in tree.find_all(nodes.Assign)
+        if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node)
+    }
+    return any(
+        _is_content(loop.iter) or (isinstance(loop.iter, nodes.Name) and loop.iter.name in aliases)
+        for loop in tree.find_all(nodes.For)
+    )
+
+
+def _is_content(node: nodes.Node) -> bool:
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"
