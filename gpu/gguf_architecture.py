@@ -81,7 +81,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     if embedding is None:
         raise CheckpointError(f"{file.path} has no weights (token_embd.weight is missing): is it a vocabulary-only file?")
     heads, hidden = _number(file, "attention.head_count"), _number(file, "embedding_length")
-    head_dim = _number(file, "attention.key_length", _number(file, "rope.dimension_count", hidden // heads))
+    head_dim = _number(file, "attention.key_length", hidden // heads)
     config = {
         "architectures": [_HF_ARCHITECTURES[architecture]],
         "vocab_size": embedding.shape[0],
