@@ -1,0 +1,100 @@
+"""claim.lua, beat.lua and release.lua: one holder a slot, known by its incarnation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from engine import calls, keys
+from engine.bus import Bus
+from tests.engine.ledger_world import Engine, World, engine_info
+from tests.engine.lossy_proxy import LossyProxy
+
+
+@pytest.fixture
+def world(each_redis_url: str) -> Iterator[World]:
+    with World(each_redis_url) as world:
+        yield world
+
+
+def test_the_lowest_free_slot_under_a_new_incarnation(world: World) -> None:
+    first, second, third = world.engine(), world.engine(), world.engine()
+    assert [engine.slot for engine in (first, second, third)] == ["0", "1", "2"]
+    world.crash(second)
+    heir = world.engine()
+    assert heir.slot == "1"
+    assert first.incarnation < second.incarnation < third.incarnation < heir.incarnation
+    assert [(info.slot, info.incarnation) for info in world.bus.run(calls.engines(world.model))] == [
+        (engine.slot, engine.incarnation) for engine in (first, heir, third)
+    ]
+    assert world.model in world.bus.run(calls.models())
+
+
+def test_incarnations_rise_even_when_the_clock_goes_back(world: World) -> None:
+    first = world.engine()
+    world.crash(first)
+    future = first.incarnation + 10**12
+    world.raw.set(keys.incarnation(world.model), future)
+    assert world.engine().incarnation == future + 1
+
+
+def test_racing_engines_get_a_slot_each(world: World) -> None:
+    engines: list[Engine] = []
+    threads = [threading.Thread(target=lambda: engines.append(world.engine())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(int(engine.slot) for engine in engines) == list(range(8))
+    assert len({engine.incarnation for engine in engines}) == 8
+
+
+def test_a_lost_answer_costs_no_slot(world: World) -> None:
+    with LossyProxy(world.url) as proxy, Bus(proxy.url) as bus:
+        # the claim is three round trips: registry, claim, first heartbeat
+        bus.run(calls.queue_depth(world.model))
+        proxy.losses = 3
+        claimed = bus.run(calls.claim_slot(world.model, engine_info(), ttl=60))
+        assert proxy.lost == 3
+    assert claimed.slot == "0"
+    assert [info.incarnation for info in world.bus.run(calls.engines(world.model))] == [claimed.incarnation]
+
+
+def test_a_heartbeat_renews_slot_and_snapshot(world: World) -> None:
+    engine = world.engine(ttl=1.0)
+    info = engine_info()
+    info.slot, info.incarnation, info.state = engine.slot, engine.incarnation, "draining"
+    world.bus.run(calls.beat(world.model, engine.slot, engine.incarnation, info, ttl=60.0))
+    assert world.raw.pttl(keys.slot(world.model, engine.slot)) > 50_000
+    assert world.raw.pttl(keys.slot_info(world.model, engine.slot)) > 50_000
+    assert world.bus.run(calls.engines(world.model)) == [info]
+
+
+def test_a_slot_that_ran_out_is_not_revived(world: World) -> None:
+    engine = world.engine(ttl=0.02)
+    while world.raw.exists(keys.slot(world.model, engine.slot)):
+        pass
+    with pytest.raises(calls.Fenced):
+        world.bus.run(calls.beat(world.model, engine.slot, engine.incarnation, engine_info()))
+    assert world.bus.run(calls.engines(world.model)) == []
+    heir = world.engine()
+    with pytest.raises(calls.Fenced):
+        world.bus.run(calls.beat(world.model, engine.slot, engine.incarnation, engine_info()))
+    assert heir.slot == engine.slot
+
+
+def test_only_the_holder_gives_a_slot_back(world: World) -> None:
+    engine = world.engine()
+    assert world.bus.run(calls.release_slot(world.model, engine.slot, engine.incarnation - 1)) is False
+    assert world.bus.run(calls.release_slot(world.model, engine.slot, engine.incarnation)) is True
+    assert world.bus.run(calls.release_slot(world.model, engine.slot, engine.incarnation)) is False
+    assert world.bus.run(calls.engines(world.model)) == []
+    assert world.engine().slot == engine.slot
+
+
+def test_models_do_not_share_slots(world: World) -> None:
+    with World(world.url, "another") as other:
+        assert (world.engine().slot, other.engine().slot) == ("0", "0")
+        assert world.bus.run(calls.models()) == ["another", world.model]
