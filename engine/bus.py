@@ -41,6 +41,7 @@ PATIENCE = 5.0  # seconds after which an operation gives up
 MAX_BLOCK = 5.0  # seconds that a blocking read may ask for
 FIRST_PAUSE = 0.02
 LONGEST_PAUSE = 0.5
+SHORTEST_READ = 0.001  # seconds; a read without any would not look at the socket
 PING_INTERVAL = 5.0  # seconds of silence after which a subscription asks whether the connection still lives
 
 # Redis is there but cannot serve now. Others (a script's own error, a wrong password) do not get better by waiting.
@@ -76,6 +77,34 @@ class _Patience:
             raise BusUnavailable(f"Redis: {error}") from error
         pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
         return pause
+
+
+class _Silence:
+    """When to doubt a subscribed connection: it is asked after PING_INTERVAL without a sign and has `timeout` seconds to answer."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self.broken()
+
+    def broken(self) -> None:
+        """Something was heard."""
+        self._since = time.monotonic()
+        self._asked = 0.0
+
+    def lasts(self) -> bool:
+        """Called after a read that gave nothing. True: ask now; raises BusUnavailable when the answer is overdue."""
+        now = time.monotonic()
+        if self._asked and now - self._asked >= self._timeout:
+            raise BusUnavailable("Redis: the subscribed connection is silent")
+        if self._asked or now - self._since < PING_INTERVAL:
+            return False
+        self._asked = now
+        return True
+
+    def wait(self, deadline: float | None) -> float:
+        """Seconds that the next read may take, up to the caller's deadline."""
+        most = self._timeout if self._asked else PING_INTERVAL
+        return most if deadline is None else max(SHORTEST_READ, min(most, deadline - time.monotonic()))
 
 
 def _first_error(answers: list[Any], keep_errors: bool) -> list[Any]:
@@ -176,41 +205,29 @@ class Subscription:
         except (RedisError, OSError) as error:
             self.close()
             raise BusUnavailable(f"Redis: {error}") from error
-        self._heard = time.monotonic()
-        self._asked = False
+        self._silence = _Silence(timeout)
 
     def get(self, timeout: float) -> tuple[str, bytes] | None:
         """The next (channel, payload), or None after `timeout` seconds without one."""
         deadline = time.monotonic() + timeout
         while True:
-            message = self._read(max(0.0, min(deadline - time.monotonic(), self._next_check())))
+            message = self._read(self._silence.wait(deadline))
             if message is not None and message[0] == b"message":
                 return message[1].decode(), message[2]
             if time.monotonic() >= deadline:
                 return None
 
-    def _next_check(self) -> float:
-        """Seconds until the connection's life must be questioned: a silent peer is asked once, then given the timeout."""
-        silence = time.monotonic() - self._heard
-        if self._asked and silence > PING_INTERVAL + self._timeout:
-            raise BusUnavailable("Redis: the subscribed connection is silent")
-        if not self._asked and silence > PING_INTERVAL:
-            self._asked = True
-            try:
-                self._connection.send_command("PING", check_health=False)
-            except (RedisError, OSError) as error:
-                raise BusUnavailable(f"Redis: {error}") from error
-        return PING_INTERVAL
-
     def _read(self, timeout: float) -> Any:
         try:
-            if not self._connection.can_read(timeout):
-                return None
-            message = self._connection.read_response(timeout=self._timeout)
+            if self._connection.can_read(timeout):
+                message = self._connection.read_response(timeout=self._timeout)
+                self._silence.broken()
+                return message
+            if self._silence.lasts():
+                self._connection.send_command("PING", check_health=False)
         except (RedisError, OSError) as error:
             raise BusUnavailable(f"Redis: {error}") from error
-        self._heard, self._asked = time.monotonic(), False
-        return message
+        return None
 
     def close(self) -> None:
         self._connection.disconnect()
@@ -245,9 +262,16 @@ class AsyncBus:
 
     async def _answer(self, call: Call[Any]) -> Any:
         patience = _Patience(self.patience)
+        task = asyncio.current_task()
+        cancellations = task.cancelling() if task else 0
         while True:
             try:
-                return await self._send(call)
+                answer = await self._send(call)
+                if (
+                    task and task.cancelling() > cancellations
+                ):  # redis-py sends under wait_for, which may swallow it (cpython#86296)
+                    raise asyncio.CancelledError
+                return answer
             except _PASSING as error:
                 await asyncio.sleep(patience.pause(error))
             except RedisError as error:
@@ -300,7 +324,7 @@ class AsyncSubscription:
         self._connection = pool.make_connection()
         self._channels = channels
         self._timeout = timeout
-        self._heard = 0.0
+        self._silence = _Silence(timeout)
 
     async def open(self) -> None:
         try:
@@ -311,42 +335,28 @@ class AsyncSubscription:
         except (RedisError, OSError) as error:
             await self.close()
             raise BusUnavailable(f"Redis: {error}") from error
-        self._heard = time.monotonic()
+        self._silence = _Silence(self._timeout)
 
     async def get(self, timeout: float | None = None) -> tuple[str, bytes] | None:
         """The next (channel, payload), or None after `timeout` seconds without one (None: waits for ever)."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        asked = False
         while True:
-            wait = PING_INTERVAL if not asked else self._timeout
-            if deadline is not None:
-                wait = max(0.0, min(wait, deadline - time.monotonic()))
-            try:
-                message = await self._connection.read_response(timeout=wait, disconnect_on_error=False)
-            except TimeoutError:
-                message = None
-            except (RedisError, OSError) as error:
-                raise BusUnavailable(f"Redis: {error}") from error
-            if message is not None:
-                self._heard, asked = time.monotonic(), False
-                if message[0] == b"message":
-                    return message[1].decode(), message[2]
-            asked = await self._question(asked)
+            message = await self._read(self._silence.wait(deadline))
+            if message is not None and message[0] == b"message":
+                return message[1].decode(), message[2]
             if deadline is not None and time.monotonic() >= deadline:
                 return None
 
-    async def _question(self, asked: bool) -> bool:
-        """Ask a silent peer whether it lives; True: asked, and no answer yet."""
-        silence = time.monotonic() - self._heard
-        if silence > PING_INTERVAL + self._timeout:
-            raise BusUnavailable("Redis: the subscribed connection is silent")
-        if asked or silence < PING_INTERVAL:
-            return asked
+    async def _read(self, timeout: float) -> Any:
         try:
-            await self._connection.send_command("PING", check_health=False)
+            message = await self._connection.read_response(timeout=timeout)
+            if message is not None:
+                self._silence.broken()
+            elif self._silence.lasts():
+                await self._connection.send_command("PING", check_health=False)
         except (RedisError, OSError) as error:
             raise BusUnavailable(f"Redis: {error}") from error
-        return True
+        return message
 
     async def close(self) -> None:
         await self._connection.disconnect()

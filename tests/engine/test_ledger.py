@@ -1,5 +1,7 @@
-"""Any interleaving of the calls leaves the ledger whole: seeded walks over everything that API servers, engines, watchers and zombies
-do, the invariants checked after each step."""
+"""Any interleaving of the calls leaves the ledger whole.
+
+Seeded walks over everything that API servers, engines, watchers and zombies do, the invariants checked after each step.
+"""
 
 from __future__ import annotations
 

@@ -141,7 +141,9 @@ def test_racing_senders_stay_within_the_limit(world: World) -> None:
     requests = [world.request(n=2) for _ in range(32)]
     outcomes: list[Enqueued | Refused] = []
     threads = [
-        threading.Thread(target=lambda mine: outcomes.extend(world.enqueue(each, limits=limits) for each in mine), args=(requests[i::4],))
+        threading.Thread(
+            target=lambda mine: outcomes.extend(world.enqueue(each, limits=limits) for each in mine), args=(requests[i::4],)
+        )
         for i in range(4)
     ]
     for thread in threads:

@@ -42,7 +42,9 @@ def test_its_stored_output_is_empty_for_every_choice(world: World) -> None:
     world.bus.run(calls.finish(world.model, "a", Abort("a", reason=FinishReason.ERROR), "too late"))
     stored = world.bus.run(calls.stored_output(world.model, "a"))
     assert stored is not None
-    assert [(choice.token_ids, choice.reason, choice.error) for choice in stored.choices] == 3 * [(b"", FinishReason.ERROR, "too late")]
+    assert [(choice.token_ids, choice.reason, choice.error) for choice in stored.choices] == 3 * [
+        (b"", FinishReason.ERROR, "too late")
+    ]
 
 
 def test_tokens_that_were_never_computed_are_not_counted(world: World) -> None:

@@ -140,7 +140,12 @@ def test_an_unreadable_entry_is_rejected_once(world: World) -> None:
         assert world.bus.run(call) is False
         (message,) = listener.wait_for(1)
     assert isinstance(message, RequestEnded)
-    assert (message.request_id, message.handle, str(message.reason), message.error) == ("a", request.handle, "error", "cannot be read")
+    assert (message.request_id, message.handle, str(message.reason), message.error) == (
+        "a",
+        request.handle,
+        "error",
+        "cannot be read",
+    )
     assert world.record("a").error == "cannot be read"
     world.check_integrity()
 
