@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -87,7 +87,7 @@ async def answer(
     return Response(body, media_type="application/json", headers=headers)
 
 
-async def _frames(generation: Generation, format: AnswerFormat) -> AsyncIterator[bytes]:
+async def _frames(generation: Generation, format: AnswerFormat) -> AsyncGenerator[bytes]:
     opened = False
     async with aclosing(generation.outputs()) as updates:
         async for outputs in updates:

@@ -10,17 +10,21 @@ import logging
 import re
 from typing import Any
 
-import jinja2
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from engine.bus import BusUnavailable
+
 logger = logging.getLogger("headrace.api")
 
 MAX_REPORTED_ERRORS = 10  # entries of a body validation error that are told
 MAX_REPORTED_INPUT = 200  # characters of an offending value that are repeated
+MAX_MESSAGE = 4000  # characters: a message may repeat what a client sent
+RETRY_AFTER = {"Retry-After": "1"}  # seconds; a restarted engine takes longer, but who asks again costs nothing
+REDIS_AWAY = "Redis is not reachable. Try again later."
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")
 _FRAME = re.compile(r'File "[^"]*", line \d+(, in \S+)?')
@@ -72,7 +76,7 @@ class PayloadTooLarge(ApiError):
     """The body exceeds --max-request-bytes."""
 
     status = 413
-    type = "PayloadTooLargeError"
+    type = http.HTTPStatus(413).phrase
 
 
 class ServiceUnavailable(ApiError):
@@ -90,12 +94,13 @@ class GenerationError(ApiError):
 
 
 def sanitize_message(message: str) -> str:
-    """`message` without memory addresses, stack frames and absolute paths."""
+    """`message`, which is not of our own wording, without memory addresses, stack frames and absolute paths."""
+    message = message[:MAX_MESSAGE]
     return _PATH.sub("<path>", _FRAME.sub("<frame>", _ADDRESS.sub("", message)))
 
 
 def error_body(message: str, type: str, code: int, param: str | None = None) -> bytes:
-    return msgspec.json.encode({"error": {"message": sanitize_message(message), "type": type, "param": param, "code": code}})
+    return msgspec.json.encode({"error": {"message": message[:MAX_MESSAGE], "type": type, "param": param, "code": code}})
 
 
 def error_response(error: ApiError) -> Response:
@@ -109,11 +114,11 @@ def body_of(error: ApiError) -> bytes:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told about `error`: itself if it is an answer, a 400 for a template's word, else a bare 500."""
+    """What a client is told about `error`: itself if it is an answer, a 503 when Redis is away, else a bare 500."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, jinja2.TemplateError):
-        return BadRequest(str(error) or type(error).__name__)
+    if isinstance(error, BusUnavailable):
+        return ServiceUnavailable(REDIS_AWAY, headers=RETRY_AFTER)
     return ApiError("Internal server error.")
 
 
@@ -161,6 +166,6 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 def install_error_handlers(app: FastAPI) -> None:
     """Registers handlers for specific classes; what nothing catches is answered by `api.middleware.RequestContext`."""
     app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(jinja2.TemplateError, _on_api_error)
+    app.add_exception_handler(BusUnavailable, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from api.choice import ChoiceAssembler, ChoiceOutput
-from api.errors import GenerationError
+from api.errors import GenerationError, sanitize_message
 from api.logprobs import PromptLogprobsCollector
 from api.prompts import Prompt
 from api.served import ServedModel
@@ -181,7 +181,7 @@ class Generation:
         assert output.finish_reason is not None
         self._ended(output.index, output.finish_reason)
         if output.finish_reason == FinishReason.ERROR:
-            raise GenerationError(output.error or "The engine could not go on with this request.")
+            raise GenerationError(sanitize_message(output.error or "The engine could not go on with this request."))
         if isinstance(output.stop_reason, str):  # found here, not by the engine: it must be told
             await self._streams[prompt].stop(choice, self._assemblers[output.index].num_tokens, output.stop_reason)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.errors import ApiError, ServiceUnavailable
-from api.service import REDIS_AWAY, Service, service_of
+from api.errors import REDIS_AWAY, ApiError, ServiceUnavailable
+from api.service import Service, service_of
 from api.version import VERSION
 
 router = APIRouter()

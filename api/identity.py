@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import uuid
 
 from starlette.datastructures import Headers
 
@@ -17,15 +16,15 @@ INTERNAL_ID_HEADER = "X-Headrace-Request-Id"
 _SAFE = re.compile(rf"[A-Za-z0-9._:\-]{{1,{MAX_ID_LEN}}}")
 
 
-def external_id(headers: Headers, body_id: str | None) -> str:
-    """The id that the client knows its request by: its header, else its body's, else a random one. Raises BadRequest."""
+def external_id(headers: Headers, body_id: str | None, random_id: str) -> str:
+    """The id that the client knows its request by: its header, else its body's, else the server's own. Raises BadRequest."""
     for source, given in ((REQUEST_ID_HEADER, headers.get(REQUEST_ID_HEADER)), ("request_id", body_id)):
         if given:
             if not _SAFE.fullmatch(given):
                 message = f"{source} must have 1 to {MAX_ID_LEN} characters, each a letter, a digit or one of . _ : -"
                 raise BadRequest(message, param=source)
             return given
-    return uuid.uuid4().hex
+    return random_id
 
 
 def is_safe_id(value: str) -> bool:

@@ -7,6 +7,7 @@ import time
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import ApiError, PayloadTooLarge, error_response
@@ -67,19 +68,19 @@ class _Exchange:
         self.num_bytes = 0
         self._send = send
         self._id_header = id_header
+        scope.setdefault("state", {})["request_id"] = self.request_id
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            headers = MutableHeaders(scope=message)
             if self._id_header:
-                MutableHeaders(scope=message).setdefault(REQUEST_ID_HEADER, self.request_id)
+                headers.setdefault(REQUEST_ID_HEADER, self.request_id)
+            else:
+                del headers[REQUEST_ID_HEADER]
         elif message["type"] == "http.response.body":
             self.num_bytes += len(message.get("body", b""))
         await self._send(message)
-
-
-class _TooLarge(Exception):
-    """The body outgrew the limit while it was read."""
 
 
 class BodyLimit:
@@ -93,22 +94,20 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        error = PayloadTooLarge(f"The request body is larger than {self._max_bytes} bytes.", headers={"Connection": "close"})
+        message = f"The request body is larger than {self._max_bytes} bytes."
         length = Headers(scope=scope).get("content-length", "")
         if length.isdecimal() and int(length) > self._max_bytes:
+            error = PayloadTooLarge(message, headers={"Connection": "close"})
             await error_response(error)(scope, receive, send)
             return
         num_bytes = 0
 
         async def limited() -> Message:
             nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
+            received = await receive()
+            num_bytes += len(received.get("body", b""))
             if num_bytes > self._max_bytes:
-                raise _TooLarge
-            return message
+                raise HTTPException(413, message, {"Connection": "close"})  # the one kind that FastAPI's body reading lets through
+            return received
 
-        try:
-            await self._app(scope, limited, send)
-        except _TooLarge:
-            await error_response(error)(scope, receive, send)
+        await self._app(scope, limited, send)

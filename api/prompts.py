@@ -60,9 +60,8 @@ def checked(prompt: Prompt, limits: ModelLimits, truncation: Truncation | None =
     token_ids = _truncate(prompt.token_ids, limits, truncation)
     if not token_ids:
         raise BadRequest("The prompt cannot be empty.", param="prompt")
-    for token_id in token_ids:
-        if token_id >= limits.vocab_size:
-            raise BadRequest(f"Token id {token_id} is out of vocabulary", param="prompt")
+    if (largest := max(token_ids)) >= limits.vocab_size:
+        raise BadRequest(f"Token id {largest} is out of vocabulary", param="prompt")
     if len(token_ids) >= limits.max_model_len:
         raise BadRequest(
             f"This model's maximum context length is {limits.max_model_len} tokens. However, your prompt contains "

@@ -9,12 +9,10 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 
-from api.errors import ApiError, NotFound, ServiceUnavailable
+from api.errors import ApiError, NotFound
 from api.identity import is_safe_id
-from api.served import RETRY_AFTER
-from api.service import REDIS_AWAY, Service, principal_of, service_of
+from api.service import Service, principal_of, service_of
 from engine import calls
-from engine.client import BusUnavailable
 from engine.records import RecordView
 
 router = APIRouter()
@@ -40,15 +38,12 @@ async def list_requests(
     service, principal = service_of(request), principal_of(request)
     records: list[RecordView] = []
     for name in _model_names(service, model):
-        try:
-            if state != "ended":
-                running = await service.bus.run(calls.live_requests(name, limit))
-                records += running
-            if state != "live":
-                ended = await service.bus.run(calls.ended_requests(name, limit))
-                records += ended
-        except BusUnavailable as error:
-            raise ServiceUnavailable(REDIS_AWAY, headers=RETRY_AFTER) from error
+        if state != "ended":
+            running = await service.bus.run(calls.live_requests(name, limit))
+            records += running
+        if state != "live":
+            ended = await service.bus.run(calls.ended_requests(name, limit))
+            records += ended
     visible = [record for record in records if principal.may_see(record.tenant)]
     visible.sort(key=lambda record: record.enqueued, reverse=True)
     return {"object": "list", "data": [_as_json(record) for record in visible[:limit]]}
@@ -64,10 +59,7 @@ async def get_request(request_id: str, request: Request) -> dict[str, Any]:
 async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
     service = service_of(request)
     model, record = await _find(request, request_id)
-    try:
-        result = await service.client.abort(model, record.id)
-    except BusUnavailable as error:
-        raise ServiceUnavailable(REDIS_AWAY, headers=RETRY_AFTER) from error
+    result = await service.client.abort(model, record.id)
     if not result.found:
         raise _unknown(request_id)
     if result.state != "ended":
@@ -82,10 +74,7 @@ async def _find(request: Request, request_id: str) -> tuple[str, RecordView]:
     found: list[tuple[str, RecordView]] = []
     for name in _model_names(service, None):
         for spelling in filter(is_safe_id, spellings):
-            try:
-                found += [(name, record) for record in await service.bus.run(calls.find(name, spelling))]
-            except BusUnavailable as error:
-                raise ServiceUnavailable(REDIS_AWAY, headers=RETRY_AFTER) from error
+            found += [(name, record) for record in await service.bus.run(calls.find(name, spelling))]
     visible = [each for each in found if principal.may_see(each[1].tenant)]
     if not visible:
         raise _unknown(request_id)

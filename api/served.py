@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from api.errors import BadRequest, NotFound, ServiceUnavailable
+from api.errors import RETRY_AFTER, BadRequest, NotFound, ServiceUnavailable
 from api.sampling import ModelLimits
 from api.template import ChatTemplate
 from api.tokenizer import TextTokenizer
@@ -23,9 +24,9 @@ from engine.config import ApiConfig
 from engine.protocol import TokenizerBundle
 
 T = TypeVar("T")
+logger = logging.getLogger("headrace.api")
 
 NO_ENGINE = "No engine serves this model now. Try again later."
-RETRY_AFTER = {"Retry-After": "1"}  # seconds; a restarted engine takes longer, but who asks again costs nothing
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -104,6 +105,14 @@ class ServedModels:
             raise NotFound(f"The model `{name}` does not exist. Valid aliases: {aliases}.", param="model")
         limits = ModelLimits(handle.max_model_len, handle.vocab_size, handle.max_logprobs)
         return ServedModel(name, handle, limits, await self._load(client, handle))
+
+    async def prepare(self, client: AsyncClient) -> None:
+        """Make ready what has a live engine, so that its first request does not wait for a tokenizer. Raises BusUnavailable."""
+        for name, handle in self.names(client).items():
+            if handle.tokenizer not in self._files:
+                files = await self._load(client, handle)
+                if files.template is None:
+                    logger.warning("model %s has no chat template: chat completions are refused", name)
 
     async def _load(self, client: AsyncClient, handle: ModelHandle) -> ModelFiles:
         """Once a tokenizer, however many ask for it at the same time; a failure is not kept."""

@@ -11,17 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from fastapi import Request
 
 from api.auth import EVERYBODY, KeyRing, Principal
-from api.errors import ServiceUnavailable
+from api.errors import REDIS_AWAY, RETRY_AFTER, ServiceUnavailable
 from api.metrics import Metrics
 from api.observer import RequestObserver
-from api.served import RETRY_AFTER, ServedModels
+from api.served import ServedModels
 from engine.bus import AsyncBus
 from engine.client import AdmissionLimits, AsyncClient, BusUnavailable
 from engine.config import ApiConfig, RedisConfig
 
 logger = logging.getLogger("headrace.api")
 
-REDIS_AWAY = "Redis is not reachable. Try again later."
 RETRY_SECONDS = 1.0
 
 
@@ -43,15 +42,25 @@ class Service:
         self.observer = RequestObserver(self.metrics)
         self._on_failure = on_failure
         self._client: AsyncClient | None = None
-        self._connecting: asyncio.Task[None] | None = None
+        self._background: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to connect; returns once connected, or at the first failure, after which it goes on trying behind."""
         first_try = asyncio.Event()
         self.bus = AsyncBus(self.redis_config.redis_url)
-        self._connecting = asyncio.create_task(self._connect(first_try))
-        self._connecting.add_done_callback(self._connect_done)
+        self._background = asyncio.create_task(self._run(first_try))
+        self._background.add_done_callback(self._background_done)
         await first_try.wait()
+
+    async def _run(self, first_try: asyncio.Event) -> None:
+        """Connect, then make ready each model that appears."""
+        await self._connect(first_try)
+        while True:
+            try:
+                await self.models.prepare(self.client)
+            except (BusUnavailable, ServiceUnavailable) as error:
+                logger.warning("a model could not be made ready, trying again: %s", error)
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _connect(self, first_try: asyncio.Event) -> None:
         while self._client is None:
@@ -66,7 +75,7 @@ class Service:
                 await asyncio.sleep(RETRY_SECONDS)
         first_try.set()
 
-    def _connect_done(self, task: asyncio.Task[None]) -> None:
+    def _background_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and self._on_failure is not None:
             self._on_failure(error)
 
@@ -92,9 +101,9 @@ class Service:
             await generation.abort()
 
     async def close(self) -> None:
-        if self._connecting is not None:
-            self._connecting.cancel()
-            await asyncio.gather(self._connecting, return_exceptions=True)
+        if self._background is not None:
+            self._background.cancel()
+            await asyncio.gather(self._background, return_exceptions=True)
         for generation in list(self.observer.open):
             await generation.close()
         if self._client is not None:

@@ -7,7 +7,8 @@ behind.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -42,11 +43,12 @@ class ChunkFrame:
         return b"".join((self._head, choices, b"]", tail, b"}\n\n"))
 
 
-async def events(frames: AsyncIterator[bytes], generation: Generation) -> AsyncIterator[bytes]:
+async def events(frames: AsyncGenerator[bytes], generation: Generation) -> AsyncIterator[bytes]:
     """`frames`, an error as the last event where one comes, `[DONE]`. The generation is closed at the end, whatever the end is."""
     try:
-        async for frame in frames:
-            yield frame
+        async with aclosing(frames):
+            async for frame in frames:
+                yield frame
     except Exception as error:
         if not isinstance(error, ApiError):
             logger.exception("a stream failed", extra={"request_id": generation.external_id})
@@ -62,7 +64,7 @@ class GenerationStream(EventSourceResponse):
     sse-starlette watches for the client's disconnect while nothing is sent, and cancels the frames then.
     """
 
-    def __init__(self, frames: AsyncIterator[bytes], generation: Generation, headers: dict[str, str], keep_alive: float) -> None:
+    def __init__(self, frames: AsyncGenerator[bytes], generation: Generation, headers: dict[str, str], keep_alive: float) -> None:
         super().__init__(
             events(frames, generation), headers=headers, ping=keep_alive, ping_message_factory=lambda: KEEP_ALIVE, sep="\n"
         )

@@ -7,12 +7,12 @@ import time
 from fastapi import Request
 
 from api.auth import derive_cache_salt
-from api.errors import ApiError, BadRequest, ServiceUnavailable
+from api.errors import RETRY_AFTER, ApiError, BadRequest, ServiceUnavailable
 from api.generation import Generation, Task
-from api.identity import INTERNAL_ID_HEADER, external_id, internal_id_header, internal_ids
-from api.served import NO_ENGINE, RETRY_AFTER
-from api.service import REDIS_AWAY, Service, principal_of, service_of
-from engine.client import BusUnavailable, Refused, RequestFacts
+from api.identity import INTERNAL_ID_HEADER, REQUEST_ID_HEADER, external_id, internal_id_header, internal_ids
+from api.served import NO_ENGINE
+from api.service import Service, principal_of, service_of
+from engine.client import Refused, RequestFacts
 from engine.protocol import PROTOCOL_VERSION, EngineCoreRequest, encode_column
 
 PRIORITY_HEADER = "X-Vllm-Priority"
@@ -28,11 +28,11 @@ def admit(service: Service) -> None:
 
 
 async def submit(request: Request, task: Task, body_id: str | None) -> Generation:
-    """Enqueue all prompts of `task` or none. Raises BadRequest, ServiceUnavailable."""
+    """Enqueue all prompts of `task` or none. Raises BadRequest, ServiceUnavailable, BusUnavailable."""
     service = service_of(request)
     admit(service)
     arrival = time.time()
-    external = external_id(request.headers, body_id)
+    external = external_id(request.headers, body_id, request.state.request_id)
     ids = internal_ids(external, len(task.prompts))
     requests = _engine_requests(request, service, task, ids, arrival)
     facts = RequestFacts(external, task.endpoint, task.stream, task.model.name)
@@ -41,13 +41,11 @@ async def submit(request: Request, task: Task, body_id: str | None) -> Generatio
     except Refused as refusal:
         service.metrics.refused(task.model.name, refusal.reason)
         raise _refusal_error(refusal) from refusal
-    except BusUnavailable as error:
-        raise ServiceUnavailable(REDIS_AWAY, headers=RETRY_AFTER) from error
     return Generation(task, external, ids, streams, arrival, principal_of(request).tenant, service.observer)
 
 
 def answer_headers(generation: Generation) -> dict[str, str]:
-    return {INTERNAL_ID_HEADER: internal_id_header(generation.internal_ids)}
+    return {REQUEST_ID_HEADER: generation.external_id, INTERNAL_ID_HEADER: internal_id_header(generation.internal_ids)}
 
 
 def _engine_requests(request: Request, service: Service, task: Task, ids: list[str], arrival: float) -> list[EngineCoreRequest]:

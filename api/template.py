@@ -17,7 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from api.errors import BadRequest
+from api.errors import BadRequest, sanitize_message
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 Message = dict[str, Any]
@@ -95,9 +95,10 @@ class ChatTemplate:
         try:
             prompt = self._template.render(variables)
         except jinja2.TemplateError as error:
-            raise BadRequest(str(error) or type(error).__name__, param="messages") from error
+            raise BadRequest(sanitize_message(str(error)) or type(error).__name__, param="messages") from error
         except Exception as error:
-            raise BadRequest(f"The chat template cannot render these messages: {error}", param="messages") from error
+            reason = sanitize_message(str(error))
+            raise BadRequest(f"The chat template cannot render these messages: {reason}", param="messages") from error
         return _cut_at_mark(prompt) if continue_final_message else prompt
 
 

@@ -32,9 +32,8 @@ async def tokenize(body: TokenizeChatRequest | TokenizeCompletionRequest, reques
 async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
     service = service_of(request)
     model = await service.models.resolve(service.client, body.model)
-    for token_id in body.tokens:
-        if token_id >= model.limits.vocab_size:
-            raise BadRequest(f"Token id {token_id} is out of vocabulary", param="tokens")
+    if (largest := max(body.tokens, default=0)) >= model.limits.vocab_size:
+        raise BadRequest(f"Token id {largest} is out of vocabulary", param="tokens")
     return {"prompt": await service.models.in_thread(model.tokenizer.decode, body.tokens)}
 
 

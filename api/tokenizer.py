@@ -13,6 +13,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from api.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer, TokenBytes, unfinished_tail
+from api.errors import BadRequest
 from engine.protocol import TokenizerBundle
 
 SPACE = "\u2581"  # SentencePiece writes a space as this
@@ -56,7 +57,11 @@ class TextTokenizer:
         return tokens
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """Raises BadRequest for text that is not Unicode (a lone surrogate, which JSON can spell)."""
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise BadRequest("Text with lone surrogates cannot be encoded.", param="prompt") from error
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:

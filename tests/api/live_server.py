@@ -1,0 +1,97 @@
+"""A whole headrace for tests: Redis, an engine and an API server, each a process of its own, as operators start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from tests.redis_server import RedisServer
+
+START_SECONDS = 90.0
+MODEL = "tiny"
+
+
+class LiveServer:
+    """`engine` and `api`: command-line options of the two roles. Both are up when the constructor returns."""
+
+    def __init__(self, model: Path, engine: tuple[str, ...] = (), api: tuple[str, ...] = (), name: str = MODEL) -> None:
+        self.name = name
+        self.redis = RedisServer()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._model, self._engine_options, self._api_options = str(model), engine, api
+        self.engine = self.start_engine()
+        self.api, self.url = self.start_api()
+        try:
+            self.wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self, *arguments: str, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HEADRACE_LOG_LEVEL": "warning"}
+        command = [sys.executable, "-m", "ops.cli", *arguments]
+        process = subprocess.Popen(command, env=environment, pass_fds=pass_fds, cwd=Path(__file__).parents[2])
+        self._processes.append(process)
+        return process
+
+    def start_engine(self) -> subprocess.Popen[bytes]:
+        place = ("--redis-url", self.redis.url, "--served-model-name", self.name)
+        return self._start("engine", self._model, *place, "--distributed-executor-backend", "uni", *self._engine_options)
+
+    def start_api(self, *more: str) -> tuple[subprocess.Popen[bytes], str]:
+        """An API server on a free port, and its URL."""
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            listener.set_inheritable(True)
+            options = ("--redis-url", self.redis.url, *self._api_options, *more)
+            process = self._start("api", *options, "--fd", str(listener.fileno()), pass_fds=(listener.fileno(),))
+            return process, f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    def wait_until_healthy(self, url: str | None = None) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            assert time.monotonic() < deadline, "the server did not become healthy"
+            for process in self._processes:
+                assert process.poll() is None, f"{process.args} ended with {process.returncode}"
+            try:
+                if httpx.get(f"{url or self.url}/health", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)  # readiness over HTTP can only be asked for
+
+    def stop(self) -> None:
+        for process in reversed(self._processes):
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self._processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes.clear()
+        self.redis.stop()
+
+    def __enter__(self) -> LiveServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.stop()
+
+
+def sse_events(lines: list[str]) -> list[Any]:
+    """The events of a stream: JSON objects, and "[DONE]" as it is. Comments are left out."""
+    payloads = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
