@@ -14,13 +14,14 @@ from celery.signals import beat_embedded_init
 
 from ops import tether
 
+_WORKER = os.getpid()  # beat is forked from it and inherits the number
 REDIS_URL = os.environ.get("HEADRACE_REDIS_URL") or "redis://127.0.0.1:6379/0"
 
 # Seconds between two runs. A message that a worker did not get to before the next one was due is dropped: nothing piles up.
 SCHEDULE = {
     "reap_api_servers": 2.0,
     "bury_engines": 2.0,
-    "roll_usage": 5.0,
+    "roll_usage": 3.0,
     "expire_records": 30.0,
 }
 
@@ -62,4 +63,4 @@ app.conf.update(
 @beat_embedded_init.connect
 def _die_with_the_worker(**_: Any) -> None:
     """Beat is the worker's child process; a worker killed with -9 must not leave it behind."""
-    tether.tie(os.getppid())
+    tether.tie(_WORKER)

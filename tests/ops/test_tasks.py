@@ -1,0 +1,192 @@
+"""Upkeep by real Celery workers: what the dead leave behind is ended, and everything is counted once, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from engine import calls, keys
+from engine.bus import Bus
+from engine.protocol import Abort
+from ops import tasks
+from ops.usage import usage_rows
+from tests.engine.ledger_world import World
+from tests.redis_server import RedisServer
+
+MODEL = "model-a"
+
+
+@contextmanager
+def worker(url: str) -> Iterator[psutil.Process]:
+    """A worker with beat, as `serve` starts it. Whatever the test did to it, nothing of it is left."""
+    command = [sys.executable, "-m", "celery", "-A", "ops.celery_app", "worker", "-B", "--pool", "solo"]
+    command += ["--without-gossip", "--without-mingle", "--loglevel", "warning"]
+    process = subprocess.Popen(command, env={**os.environ, "HEADRACE_REDIS_URL": url, "C_FORCE_ROOT": "1"})
+    try:
+        yield psutil.Process(process.pid)
+    finally:
+        family = psutil.Process(process.pid).children() if process.poll() is None else []
+        process.kill()
+        process.wait(20)
+        psutil.wait_procs(family, timeout=20)
+
+
+def wait_until(true: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.002)  # what is waited for is state in Redis, which gives no sign
+
+
+@pytest.fixture
+def world(redis_url: str) -> Iterator[World]:
+    with World(redis_url, MODEL) as world:
+        yield world
+
+
+@pytest.fixture
+def task_bus(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bus]:
+    """Tasks called in this process use this bus."""
+    with Bus(redis_url, patience=0.2) as bus:
+        monkeypatch.setattr(tasks, "process_bus", lambda: bus)
+        yield bus
+
+
+@contextmanager
+def beating(bus: Bus, name: str) -> Iterator[None]:
+    """An API server that lives."""
+    stopped = threading.Event()
+
+    def beat() -> None:
+        while not stopped.wait(0.3):
+            bus.run(calls.beat_api(name))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def test_what_the_dead_left_behind_is_ended_in_time(world: World) -> None:
+    """An API server killed with requests waiting and running, and an engine killed with one running, beside living ones."""
+    living, dead = world.bus.run(calls.announce_api()), world.bus.run(calls.announce_api())
+    engine, dying = world.engine(), world.engine(ttl=2.0)
+    world.enqueue(world.request("running", client=dead), world.request("kept", client=living))
+    world.take(engine, 2)
+    world.enqueue(world.request("lost", client=living))
+    world.take(dying)
+    world.enqueue(world.request("waiting", client=dead), world.request("waiting too", client=living))
+    with beating(world.bus, living), worker(world.url):
+        began = time.monotonic()
+        wait_until(lambda: world.record("waiting").state == "ended", 15)
+        wait_until(lambda: world.record("lost").state == "ended", 15 - (time.monotonic() - began))
+        place = (world.model, engine.slot, engine.incarnation)
+        wait_until(lambda: bool(world.bus.run(calls.read_control(*place)).commands), 15 - (time.monotonic() - began))
+        assert world.bus.run(calls.read_control(*place)).commands[0] == Abort("running")
+        world.end(engine, "running")
+        wait_until(lambda: world.usage_lines() == [] and len(usage_rows(world.bus)) == 1, 10)
+    assert (world.record("waiting").reason, world.record("waiting").error) == ("abort", tasks.API_GONE)
+    assert (world.record("lost").reason, world.record("lost").error) == ("error", tasks.ENGINE_DIED)
+    assert [world.record(name).state for name in ("kept", "waiting too")] == ["running", "queued"]
+    (row,) = usage_rows(world.bus)
+    assert (row.totals.requests, row.totals.reasons) == (3, {"abort": 1, "error": 1, "stop": 1})
+
+
+def test_killed_in_mid_task_and_two_at_once_every_line_counts_once(world: World) -> None:
+    world.engine()
+    lines = 60_000
+    tokens = {"prompt_tokens": 3, "cached_tokens": 1, "output_tokens": 2}
+    with world.raw.pipeline(transaction=False) as pipeline:
+        for number in range(lines):
+            pipeline.xadd(keys.usage(MODEL), {"day": 20_000, "tenant": f"t{number % 3}", "reason": "stop", **tokens})
+        pipeline.execute()
+
+    def left() -> int:
+        return int(world.raw.xlen(keys.usage(MODEL)))
+
+    with worker(world.url) as first:
+        wait_until(lambda: left() < lines, 30)
+        first.kill()
+        first.wait(10)
+    assert 0 < left() < lines, "it was killed in the middle"
+    with worker(world.url), worker(world.url):
+        wait_until(lambda: left() == 0, 30)
+    rows = usage_rows(world.bus)
+    assert [row.tenant for row in rows] == ["t0", "t1", "t2"]
+    for row in rows:
+        assert (row.totals.requests, row.totals.prompt_tokens) == (lines // 3, lines)
+        assert (row.totals.output_tokens, row.totals.reasons) == (2 * lines // 3, {"stop": lines // 3})
+
+
+def test_a_killed_worker_leaves_no_process(redis_url: str) -> None:
+    with worker(redis_url) as process:
+        wait_until(lambda: len(process.children()) == 1, 30)
+        (beat,) = process.children()
+        process.kill()
+        _, alive = psutil.wait_procs([beat], timeout=10)
+        assert alive == []
+
+
+def test_it_is_small_and_brings_no_model_code() -> None:
+    program = "import sys, ops.tasks; print(sorted({'torch', 'fastapi', 'numba', 'transformers', 'api'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_tasks_run_twice_and_at_the_same_time_do_it_once(world: World, task_bus: Bus) -> None:
+    dead = "17"
+    world.enqueue(*(world.request(client=dead) for _ in range(50)))
+    world.engine()
+    world.raw.set(keys.absent_api(dead), f"{world.raw.info('server')['run_id']} 1")
+    threads = [threading.Thread(target=tasks.reap_api_servers) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert tasks.reap_api_servers() == 0
+    assert world.bus.run(calls.queue_depth(MODEL)).live == 0
+    world.check_integrity()
+    assert tasks.roll_usage() == 50
+    assert tasks.roll_usage() == 0
+
+
+def test_a_replacements_predecessor_is_buried_and_not_the_replacement(world: World, task_bus: Bus) -> None:
+    world.enqueue(world.request("old"), world.request("new"))
+    first = world.engine()
+    world.take(first)
+    world.crash(first)
+    second = world.engine()
+    world.take(second)
+    assert tasks.bury_engines() == 1
+    assert tasks.bury_engines() == 0
+    assert [world.record(name).state for name in ("old", "new")] == ["ended", "running"]
+
+
+def test_indexes_forget_what_has_run_out(world: World, task_bus: Bus) -> None:
+    world.engine()
+    world.enqueue(world.request("a"), world.request("b"))
+    world.finish("a")
+    world.finish("b")
+    world.raw.delete(keys.record(MODEL, "a"))
+    assert tasks.expire_records() == 1
+    assert [view.id for view in world.bus.run(calls.ended_requests(MODEL))] == ["b"]
+
+
+def test_where_redis_is_away_a_task_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = RedisServer()
+    with Bus(server.url, patience=0.1) as bus:
+        server.stop()
+        monkeypatch.setattr(tasks, "process_bus", lambda: bus)
+        every = (tasks.reap_api_servers, tasks.bury_engines, tasks.expire_records, tasks.roll_usage)
+        assert [task() for task in every] == [0, 0, 0, 0]
