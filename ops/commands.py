@@ -18,7 +18,7 @@ def bus_options(function: Any) -> Any:
         click.option("--json", "as_json", is_flag=True, help="JSON for scripts instead of a table"),
         click.option("--model", metavar="NAME", help="this model's alone"),
         click.option(
-            "--data-dir", default="", metavar="DIR", help="data directory of the `serve` to ask; default: ~/.local/share/headrace"
+            "--data-dir", default="", metavar="DIR", envvar="HEADRACE_DATA_DIR", help="data directory of the `serve` to ask"
         ),
         click.option(
             "--redis-url", default="", metavar="URL", envvar="HEADRACE_REDIS_URL", help="Redis to ask, instead of a `serve`"

@@ -17,7 +17,7 @@ from pythonjsonlogger.json import JsonFormatter
 from engine.config import LogConfig
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "color_message"}
-_QUIET = ("asyncio", "httpx", "httpcore", "numba", "kombu", "celery.beat", "celery.worker.strategy", "celery.app.trace")
+_QUIET = ("asyncio", "httpx", "httpcore", "numba", "kombu", "celery", "uvicorn.error")  # heard from warnings on
 
 
 def resolve_format(config: LogConfig, stream: IO[str] = sys.stderr) -> str:

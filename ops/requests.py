@@ -19,6 +19,7 @@ from engine.protocol import Abort, ControlReply, EngineInfo, decode_client_messa
 from ops.errors import CommandError
 from ops.settings import shown
 
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")  # what the id of an answer puts before the request's
 LOOK_SECONDS = 0.5  # between looks at records whose engine has not answered: it may have died
 # marks of a request's way and what it does until the next one
 MARKS = (
@@ -94,8 +95,11 @@ def ended(bus: Bus, model: str | None) -> list[Request]:
 
 
 def find(bus: Bus, request_id: str, model: str | None) -> list[Request]:
-    """Requests under a client's id or an internal one, newest first. Raises CommandError where there is none."""
-    found = [Request(name, record) for name in models(bus, model) for record in bus.run(calls.find(name, request_id))]
+    """Requests under a client's id, an answer's or an internal one, newest first. Raises CommandError where there is none."""
+    spellings = {request_id, *(request_id.removeprefix(prefix) for prefix in ANSWER_PREFIXES)}
+    found = [
+        Request(name, record) for name in models(bus, model) for each in spellings for record in bus.run(calls.find(name, each))
+    ]
     if not found:
         raise CommandError(f"no request `{request_id}`; records of ended ones are kept for --record-retention seconds")
     return sorted(found, key=lambda request: -request.record.enqueued)

@@ -1,8 +1,10 @@
-"""Runs one role in this process: what `headrace api` and `headrace engine` do, started by hand, by `serve`, or in a container."""
+"""Runs one role in this process: what `headrace api`, `engine` and `worker` do, started by hand, by `serve`, or in a container."""
 
 from __future__ import annotations
 
-import socket
+import os
+import warnings
+from typing import Any
 
 from engine.config import EngineConfig, ServeConfig
 from ops import listen
@@ -38,7 +40,25 @@ def run_api(resolved: Resolved, descriptor: int | None) -> int:
     """Answer HTTP until a signal, on the inherited listening socket or on one of its own; returns the exit status."""
     from api import server
 
-    configure_logging(resolved.config.log, "api")
-    listener = listen.bind(resolved.config.api) if descriptor is None else socket.socket(fileno=descriptor)
-    with listener:
-        return server.run(resolved.config.api, resolved.config.redis.redis_url, listener)
+    config = resolved.config
+    configure_logging(config.log, "api")
+    if descriptor is None:
+        descriptor = listen.bind(config.api).detach()
+    return server.run_api(config.api, config.redis, descriptor)
+
+
+def run_worker(resolved: Resolved, schedule: str) -> int:
+    """Run Celery with beat until a signal; returns the exit status. `schedule`: file for beat's own notes."""
+    from celery.signals import setup_logging
+
+    # ops.celery_app reads the Redis to use when it is imported
+    os.environ["HEADRACE_REDIS_URL"] = resolved.config.redis.redis_url
+    from ops.celery_app import app
+
+    def keep_ours(**_: Any) -> None:
+        configure_logging(resolved.config.log, "worker")
+
+    setup_logging.connect(keep_ours)
+    warnings.filterwarnings("ignore", "(?s).*superuser privileges")  # which matter where messages are unpickled
+    options = ["--beat", "--pool", "solo", "--schedule", schedule, "--without-gossip", "--without-mingle"]
+    return app.start(["--quiet", "worker", *options]) or 0

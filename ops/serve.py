@@ -39,6 +39,7 @@ ENGINE_STOP_SECONDS = 15.0
 API_STOP_SECONDS = 10.0  # beyond --shutdown-timeout
 WORKER_STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
+DEMO_NAME = "SmolLM2-135M-Instruct"
 
 
 def serve(resolved: Resolved) -> int:
@@ -58,8 +59,11 @@ def serve(resolved: Resolved) -> int:
         fetch_model(resolved, display.update)
         resolved.derive("log_format", resolve_format(config.log), "stderr is a terminal" if sys.stderr.isatty() else "no terminal")
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-"))
-        with asyncio.Runner() as runner:
-            return runner.run(_Serve(resolved, listener, directory, display, Path(scratch)).run())
+        return asyncio.run(_run(resolved, listener, directory, display, Path(scratch)))
+
+
+async def _run(resolved: Resolved, *parts: Any) -> int:
+    return await _Serve(resolved, *parts).run()
 
 
 def check(config: ServeConfig) -> None:
@@ -92,6 +96,8 @@ def fetch_model(resolved: Resolved, show: Callable[[str, float | None], None]) -
     except DemoError as error:
         raise CommandError(str(error)) from None
     resolved.derive("model", str(path), "`demo`")
+    if not resolved.config.api.served_model_name:
+        resolved.derive("served_model_name", [DEMO_NAME], "`demo`")
 
 
 def role(name: str, *arguments: str) -> list[str]:
@@ -175,9 +181,7 @@ class _Serve:
 
     def _worker(self) -> Child:
         """Celery: upkeep by beat, later the Batch API. What it does can wait, so its death stops nothing."""
-        schedule = (self._directory.path if self._directory else self._scratch) / "beat-schedule"
-        arguments = [sys.executable, "-P", "-m", "celery", "-A", "ops.celery_app", "worker", "-B", "--pool", "solo"]
-        arguments += ["--schedule", str(schedule), "--without-gossip", "--without-mingle", "--loglevel", self._config.log.log_level]
+        arguments = role("worker", "--schedule", str(self._scratch / "beat-schedule"))
         environment = role_environment(self._config, WORKER_SECTIONS, os.environ)
         return self._child(Command("worker", arguments, environment, stop_timeout=WORKER_STOP_SECONDS, essential=False))
 

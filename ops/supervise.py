@@ -29,7 +29,11 @@ LONGEST_LINE = 64 * 1024
 
 
 class ChildFailed(CommandError):
-    """A child cannot be kept running."""
+    """A child cannot be kept running. EX_CONFIG where it said that it never will under this configuration."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class Child:
 
     def _give_up_when_pointless(self, ended: Exit, was_ready: bool, deaths: int) -> None:
         if ended.status == os.EX_CONFIG:
-            raise ChildFailed(ended.last_words or f"{self.name} cannot run with this configuration")
+            raise ChildFailed(ended.last_words or f"{self.name} cannot run with this configuration", os.EX_CONFIG)
         if not was_ready and deaths >= START_ATTEMPTS:
             raise ChildFailed(f"{self.name} did not start in {deaths} attempts; the last one: {ended}")
 

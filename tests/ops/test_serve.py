@@ -1,0 +1,235 @@
+"""`headrace serve` as a whole: real processes, most of them around a model that computes nothing, one with the real model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.ops.serving import Serving, left, serving, shared_memory
+
+SLOW_STEPS = {"HEADRACE_NULL_RUNNER": "step_seconds=0.02"}
+
+
+@pytest.fixture(scope="module")
+def null_model(smollm2_gguf: Path) -> tuple[str, ...]:
+    return (str(smollm2_gguf), "--load-format", "null", "--served-model-name", "null")
+
+
+@pytest.fixture(scope="module")
+def calm_server(null_model: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """For tests that leave it as it was."""
+    with serving(*null_model, data_dir=tmp_path_factory.mktemp("calm"), **SLOW_STEPS) as server:
+        yield server
+
+
+@pytest.fixture
+def server(null_model: tuple[str, ...], tmp_path: Path) -> Iterator[Serving]:
+    with serving(*null_model, data_dir=tmp_path / "data", **SLOW_STEPS) as server:
+        yield server
+
+
+def events(stream: httpx.Response) -> Iterator[Any]:
+    for line in stream.iter_lines():
+        if line.startswith("data: "):
+            yield line[6:] if line == "data: [DONE]" else json.loads(line[6:])
+
+
+def open_stream(server: Serving) -> Any:
+    body = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    return httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30)
+
+
+def wait_for_health(server: Serving, status: int, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while httpx.get(f"{server.url}/health", timeout=5).status_code != status:
+        assert time.monotonic() < deadline, f"/health does not turn {status}:\n{server.log}"
+
+
+def test_the_announced_command_streams_and_the_tools_show_it(calm_server: Serving) -> None:
+    server = calm_server
+    command = shlex.split(server.curl.replace('"stream": true', '"stream": true, "max_tokens": 8'))
+    answer = subprocess.run([*command, "-sS"], capture_output=True, text=True, timeout=30)
+    assert answer.stdout.rstrip().endswith("data: [DONE]"), answer.stderr + answer.stdout
+    listed = server.headrace("ps", "-a")[0]
+    assert (listed["state"], listed["reason"], listed["output_tokens"], listed["model"]) == ("ended", "length", 8, "null")
+    shown = server.headrace("inspect", listed["id"])
+    marks = [row["mark"] for row in shown["timeline"]]
+    assert marks == ["enqueued", "received", "scheduled", "first_token", "last_token", "finished"]
+    assert sum(row["seconds"] for row in shown["timeline"][:-1]) == pytest.approx(listed["finished"] - listed["enqueued"])
+    (engine,) = server.headrace("engines")
+    assert engine["pid"] == server.child("engine").pid
+    (used,) = server.headrace("usage")
+    assert used["requests"] >= 1 and used["output_tokens"] >= 8
+
+
+def test_abort_tells_what_was_made_and_ends_the_stream(calm_server: Serving) -> None:
+    server = calm_server
+    with open_stream(server) as stream:
+        following = events(stream)
+        first = next(following)
+        (aborted,) = server.headrace("abort", first["id"])
+        texts = [first, *(event for event in following if event != "[DONE]")]
+    assert aborted["state"] == "ended" and aborted["output_tokens"] > 0
+    assert texts[-1]["choices"][0]["finish_reason"] == "abort"
+    assert server.headrace("ps") == []
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_ends_all_processes_and_open_streams(server: Serving, number: signal.Signals, status: int) -> None:
+    with open_stream(server) as stream:
+        following = events(stream)
+        next(following)
+        family = server.family()
+        memory = shared_memory(family)
+        began = time.monotonic()
+        server.process.send_signal(number)
+        last = list(following)[-2:]
+    assert last[-1] == "[DONE]" and last[0]["choices"][0]["finish_reason"] == "abort", last
+    assert server.wait() == status
+    assert time.monotonic() - began < 15
+    assert left(family, timeout=0) == []
+    assert [path for path in memory if os.path.exists(path)] == []
+    assert "did not stop" not in server.log and "Traceback" not in server.log
+
+
+def test_kill_9_of_the_supervisor_leaves_nothing_and_the_data(null_model: tuple[str, ...], tmp_path: Path) -> None:
+    with serving(*null_model, data_dir=tmp_path / "data") as first:
+        assert first.complete().status_code == 200
+        family = first.family()
+        memory = shared_memory(family)
+        assert len(family) >= 5  # valkey, engine, its worker, API server, celery
+        first.process.kill()
+        assert left(family) == []
+        assert [path for path in memory if os.path.exists(path)] == []
+    with serving(*null_model, data_dir=tmp_path / "data") as second:
+        assert [request["state"] for request in second.headrace("ps", "-a")] == ["ended"]
+        assert second.stop() == 0
+
+
+def test_a_killed_engine_ends_its_streams_and_is_replaced(server: Serving) -> None:
+    with open_stream(server) as stream:
+        following = events(stream)
+        next(following)
+        killed = server.child("engine")
+        began = time.monotonic()
+        family = killed.children(recursive=True)
+        killed.kill()
+        *_, error, done = list(following)
+    assert time.monotonic() - began < 5
+    assert done == "[DONE]" and error["error"]["code"] == 500 and "killed by SIGKILL" in error["error"]["message"], error
+    wait_for_health(server, 503)
+    wait_for_health(server, 200)
+    assert server.complete().status_code == 200
+    assert server.child("engine").pid != killed.pid
+    assert left(family, timeout=0) == []
+
+
+@pytest.mark.parametrize("role", ["valkey", "worker"])
+def test_any_other_process_that_dies_is_replaced(server: Serving, role: str) -> None:
+    killed = server.child(role)
+    assert server.complete().status_code == 200
+    killed.kill()
+    server.wait_for("starting it again")
+    deadline = time.monotonic() + 20
+    while server.complete().status_code != 200:
+        assert time.monotonic() < deadline, server.log
+    assert server.child(role).pid != killed.pid
+    assert len(server.headrace("ps", "-a")) >= 2, "what was recorded before is still there"
+
+
+def test_a_killed_api_server_is_replaced_while_the_other_serves(null_model: tuple[str, ...], tmp_path: Path) -> None:
+    with serving(*null_model, "--api-server-count", "2", data_dir=tmp_path / "data") as server:
+        servers = server.children("api")
+        assert len(servers) == 2
+        servers[0].kill()
+        server.wait_for("starting it again")
+        assert server.complete().status_code == 200
+        assert server.stop() == 0
+
+
+def test_a_stop_during_the_load_is_obeyed(null_model: tuple[str, ...], tmp_path: Path) -> None:
+    slow = {"HEADRACE_NULL_RUNNER": "load_seconds=60"}
+    with serving(*null_model, data_dir=tmp_path / "data", ready=False, **slow) as server:
+        engine = server.child("engine")
+        while not engine.children():
+            assert engine.is_running()
+        family = server.family()
+        began = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - began < 10
+        assert left(family, timeout=0) == []
+
+
+def test_a_configuration_that_cannot_work_is_one_line(null_model: tuple[str, ...], tmp_path: Path) -> None:
+    arguments = (*null_model, "--num-gpu-blocks-override", "4", "--max-model-len", "4k")
+    with serving(*arguments, data_dir=tmp_path / "data", ready=False) as server:
+        family = server.family()
+        assert server.wait() == os.EX_CONFIG
+        last = server.lines[-1]
+        assert last.startswith("headrace: The KV cache of one request of 4000 tokens needs") and "48 tokens" in last
+        assert "Traceback" not in server.log and "starting it again" not in server.log
+        assert left(family, timeout=0) == []
+
+
+def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        with serving("demo", "--port", port, data_dir=tmp_path / "data", ready=False) as server:
+            assert server.wait() == 1
+            (line,) = server.lines
+            assert line == (
+                f"headrace: cannot listen on 127.0.0.1:{port}: address already in use; choose another with --port or --host"
+            )
+
+
+def test_a_second_serve_on_the_same_data_is_refused(calm_server: Serving, null_model: tuple[str, ...]) -> None:
+    server = calm_server
+    with serving(*null_model, data_dir=server.data_dir, ready=False) as second:
+        assert second.wait() == 1
+        assert f"is in use by `headrace serve` (process {server.process.pid})" in second.lines[-1]
+    assert server.complete().status_code == 200, "the first one goes on"
+
+
+def test_a_redis_of_ones_own(null_model: tuple[str, ...], redis_url: str, tmp_path: Path) -> None:
+    with serving(*null_model, "--redis-url", redis_url, data_dir=tmp_path / "data") as server:
+        assert server.complete().status_code == 200
+        assert server.children("valkey") == []
+        assert server.stop() == 0
+    away = "redis://:secret@127.0.0.1:1/0"
+    with serving(*null_model, "--redis-url", away, data_dir=tmp_path / "data", ready=False) as server:
+        assert server.wait() == 1
+        assert server.lines[-1].startswith("headrace: cannot use Redis at redis://:***@127.0.0.1:1/0: ")
+
+
+def test_logs_are_json_with_request_ids_and_without_prompts(server: Serving) -> None:
+    secret = "xylophone quartz"
+    answer = server.complete(prompt=secret)
+    assert server.stop() == 0
+    records = [json.loads(line) for line in server.lines if line and not line.startswith("worker: ")]
+    assert {"time", "level", "message", "role"} <= set.intersection(*(set(record) for record in records))
+    identity = answer.json()["id"].removeprefix("cmpl-")
+    assert any(record.get("request_id") == identity for record in records)
+    assert "xylophone" not in server.log and "quartz" not in server.log
+    (configuration,) = [record["config"] for record in records if record["message"] == "configuration"]
+    assert configuration["load_format"] == {"value": "null", "source": "command line --load-format"}
+    assert configuration["redis_url"]["source"] == "embedded Valkey" and ":***@" in configuration["redis_url"]["value"]
+
+
+def test_the_real_model_answers(smollm2_gguf: Path, tmp_path: Path) -> None:
+    with serving("demo", data_dir=tmp_path / "data") as server:
+        answer = server.complete(prompt="The capital of France is", temperature=0, max_tokens=2).json()
+        assert (answer["choices"][0]["text"], answer["model"]) == (" Paris.", "SmolLM2-135M-Instruct")
+        assert server.stop(signal.SIGINT) == 130
