@@ -22,10 +22,8 @@ from engine.ledger import EndedRequest as EndedRequest
 from engine.ledger import FinishOutcome as FinishOutcome
 from engine.ledger import Taken as Taken
 from engine.ledger import bury as bury
-from engine.ledger import declare_dead as declare_dead
 from engine.ledger import finish as finish
 from engine.ledger import flush as flush
-from engine.ledger import owned as owned
 from engine.ledger import reject as reject
 from engine.ledger import take as take
 from engine.liveness import ApiServer as ApiServer

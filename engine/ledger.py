@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from engine import keys
 from engine.control import COMMANDS_KEPT, CONTROL_TTL
-from engine.liveness import release_slot
 from engine.protocol import Abort, FinishReason, encode
 from engine.records import RecordView, parse_fields, parse_record
 from engine.scripts import Argument, Call, epoch, milliseconds, script
@@ -26,31 +25,17 @@ class Taken(NamedTuple):
     payload: bytes  # EngineCoreRequest
 
 
-def _decode_taken(answer: list[Any]) -> list[Taken]:
-    return [Taken(entry.decode(), payload) for entry, payload in answer]
-
-
 def take(model: str, slot: str, incarnation: int, count: int) -> Call[list[Taken]]:
     """At most `count` of the requests that wait, by priority, then arrival; they are the slot's from now on. Raises Fenced.
 
     The call carries a nonce: run again after an answer was lost, the same Call gives the same requests. A caller that got
-    BusUnavailable runs the same Call again, or asks `owned` what it was given.
+    BusUnavailable runs the same Call again: it may own requests already.
     """
     return Call(
-        _decode_taken,
+        lambda answer: [Taken(entry.decode(), payload) for entry, payload in answer],
         script=script("take", "ledger"),
         keys=(*keys.ledger(model), keys.slot(model, slot), keys.taken(model, slot)),
         arguments=(slot, incarnation, count, secrets.token_hex(8), epoch(time.time()), keys.consumer(slot)),
-    )
-
-
-def owned(model: str, slot: str, incarnation: int) -> Call[list[Taken]]:
-    """What the ledger says that this incarnation has in flight: all that `take` gave it and no `flush` ended. Raises Fenced."""
-    return Call(
-        _decode_taken,
-        script=script("owned", "ledger"),
-        keys=(*keys.ledger(model), keys.slot(model, slot)),
-        arguments=(slot, incarnation, keys.consumer(slot)),
     )
 
 
@@ -185,7 +170,7 @@ BURY_BATCH = 128  # pending entries looked at in one script: Redis answers nobod
 def bury(model: str, slot: str, incarnation: int, error: str, retention: float = RECORD_RETENTION) -> Call[int]:
     """End, with an error, what the slot's engines up to `incarnation` had in flight; how many requests that were.
 
-    Refuses (0) while the slot is held by one of these incarnations (see `declare_dead`). Bounded batches follow one another.
+    Refuses (0) while the slot is held by one of these incarnations: who saw the process exit releases its slot first. Bounded batches follow one another.
     """
 
     def batch(start: str, buried: int) -> Call[int]:
@@ -207,10 +192,3 @@ def bury(model: str, slot: str, incarnation: int, error: str, retention: float =
         return Call(decode, script("bury", "ledger"), (*keys.ledger(model), keys.slot(model, slot)), arguments)
 
     return batch("-", 0)
-
-
-def declare_dead(model: str, slot: str, incarnation: int, error: str, retention: float = RECORD_RETENTION) -> Call[int]:
-    """For who saw the engine's process exit: its slot is free at once, and what it had in flight is buried."""
-    release = release_slot(model, slot, incarnation)
-    burial = bury(model, slot, incarnation, error, retention)
-    return Call(lambda _: burial, release.script, release.keys, release.arguments)

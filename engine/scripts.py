@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 Argument = str | bytes | int | float
 Command = tuple[Argument, ...]
@@ -59,12 +59,12 @@ def script(name: str, *libraries: str) -> Script:
 
 
 @dataclass(frozen=True)
-class Call(Generic[T]):
+class Call(Generic[T_co]):
     """One operation. `decode` gets the script's answer, or the list of the commands' answers, all as RESP2 gives them (bytes, int,
     None, lists); where it returns a further Call, the bus runs that one and returns its result.
     """
 
-    decode: Callable[[Any], T | Call[T]]
+    decode: Callable[[Any], T_co | Call[T_co]]
     script: Script | None = None
     keys: tuple[str, ...] = ()
     arguments: tuple[Argument, ...] = ()

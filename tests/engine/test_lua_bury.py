@@ -150,17 +150,19 @@ def test_entries_of_which_nothing_is_known_are_cleared_away(world: World) -> Non
     assert (world.entries(), world.pending()) == ({}, {})
 
 
-def test_who_saw_the_process_exit_need_not_wait(world: World) -> None:
+def test_who_saw_the_process_exit_frees_the_slot_and_need_not_wait(world: World) -> None:
     world.enqueue(world.request("a"))
     engine = world.engine()
     world.take(engine)
-    assert world.bus.run(calls.declare_dead(world.model, engine.slot, engine.incarnation, "killed")) == 1
+    assert world.bus.run(calls.release_slot(world.model, engine.slot, engine.incarnation)) is True
+    assert world.bury(engine) == 1
     assert world.bus.run(calls.engines(world.model)) == []
     with pytest.raises(calls.Fenced):
         world.take(engine)
     heir = world.engine()
     assert heir.slot == engine.slot
-    assert world.bus.run(calls.declare_dead(world.model, engine.slot, engine.incarnation, "killed")) == 0
+    assert world.bus.run(calls.release_slot(world.model, engine.slot, engine.incarnation)) is False
+    assert world.bury(engine) == 0
     assert len(world.bus.run(calls.engines(world.model))) == 1, "its heir lives"
     world.check_integrity()
 
