@@ -1,6 +1,6 @@
 """What a worker knows of its requests: one row each in tables indexed by row, changed by the differences that a step brings.
 
-Tables live on the host as numpy arrays; a step gathers from them what the model and the sampler need, without a Python loop over rows.
+Tables live on the host as numpy arrays; a step gathers from them what model and sampler need, without a Python loop over rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Layers that a rank holds a shard of: linear by columns and by rows, embedding and output head by vocabulary.
 
-A column-parallel layer's outputs, a row-parallel layer's inputs are this rank's part; the latter's outputs are summed over ranks, as in
-Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053).
+A column-parallel layer's outputs, a row-parallel layer's inputs are this rank's part; the latter's outputs are summed over ranks,
+as in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053).
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from gpu.sampler import Sampler, top_logprobs
 from gpu.weights import Checkpoint
 from kernels import cpu_threads
 
-# Changes whenever kernels or layers change what they compute beyond the last bits of float32: engines of different numerics must not take
-# over each other's requests.
+# Changes whenever kernels or layers change what they compute beyond the last bits of float32: engines of different numerics must
+# not take over each other's requests.
 NUMERICS_VERSION = 1
 MOST_CPU_KV_BYTES = 4 << 30
 PROMPT_LOGPROB_ROWS = 64  # positions whose logits stand in memory at once: 12 MB at a vocabulary of 49152

@@ -2,8 +2,8 @@
 sliding window.
 
 Online softmax over blocks in ascending order (Milakov and Gimelshein 2018, arXiv 1805.02867; tiled as in FlashAttention-2, arXiv
-2307.08691). A token's result depends on its own query and its own KV alone, in a fixed order of summation: the same bits in every batch
-and every chunking. Blocks are read where they lie.
+2307.08691). A token's result depends on its own query and its own KV alone, in a fixed order of summation: the same bits in every
+batch and every chunking. Blocks are read where they lie.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """float32 exp and log, and bfloat16 in and out of bits, written so that LLVM vectorises loops over them.
 
-`math.exp` inside a numba loop is a scalar library call (about 6 ns an element here); these are a dozen multiplications and additions.
-Polynomials: Cephes `expf` and `logf` (https://www.netlib.org/cephes/), errors below 2 ulp on the ranges in use. Only correctly rounded
-operations, so that a kernel compiled without contraction gives the same bits on every machine.
+`math.exp` inside a numba loop is a scalar library call (about 6 ns an element here); these are a dozen multiplications and
+additions. Polynomials: Cephes `expf` and `logf` (https://www.netlib.org/cephes/), errors below 2 ulp on the ranges in use. Only
+correctly rounded operations, so that a kernel compiled without contraction gives the same bits on every machine.
 """
 
 from __future__ import annotations

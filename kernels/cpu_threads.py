@@ -1,7 +1,7 @@
 """Compute threads of the CPU kernels: a range of independent work items split over a small pool.
 
-Numba's own parallel loops would start a second OpenMP pool beside torch's, whose idle threads spin against ours; kernels that release
-the GIL on plain threads do not. With one thread, the default of small machines, a call is a plain call.
+Numba's own parallel loops would start a second OpenMP pool beside torch's, whose idle threads spin against ours; kernels that
+release the GIL on plain threads do not. With one thread, the default of small machines, a call is a plain call.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ def for_ranges(work: Callable[[int, int], None], num_items: int) -> None:
         work(0, num_items)
         return
     num_chunks = min(num_items, _threads.count * CHUNKS_PER_THREAD)
-    bounds = [num_items * i // num_chunks for i in range(num_chunks + 1)]
-    ranges = iter(list(zip(bounds[:-1], bounds[1:], strict=True)))
+    ranges = iter([(num_items * i // num_chunks, num_items * (i + 1) // num_chunks) for i in range(num_chunks)])
 
     def drain() -> None:
         for begin, end in ranges:  # next() of a list iterator is atomic under the GIL

@@ -1,9 +1,9 @@
 """Sampling by the Gumbel-max trick: argmax(logits + noise) is a draw from softmax(logits) (Gumbel 1954).
 
-The noise of a token comes from the counter-based generator Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
-3"): key = the request's seed, counter = (token id // 4, position), word token id % 4. It depends on (seed, position, token id) alone,
-so that a request draws the same tokens in every batch, after every preemption and on every device: only correctly rounded
-float32 operations follow, in a fixed order.
+The noise of a token comes from the counter-based generator Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy
+as 1, 2, 3"): key = the request's seed, counter = (token id // 4, position), word token id % 4. It depends on (seed, position, token
+id) alone, so that a request draws the same tokens in every batch, after every preemption and on every device: only correctly
+rounded float32 operations follow, in a fixed order.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _draw(drawn, logits, greedy, seeds, positions):  # type: ignore[no-untyped-d
             drawn[i] = best
             continue
         key, position = np.uint64(seeds[i]), np.uint64(positions[i])
-        # The likeliest token's own score bounds the winner's from below: what cannot reach it even with the largest noise is skipped.
+        # The likeliest token's own score bounds the winner's from below: what cannot reach it with the largest noise is skipped.
         start = best // CHUNK * CHUNK
         _fill(noise, words, key, position, start)
         best_score = row[best] + noise[best - start]

@@ -1,7 +1,7 @@
 """Presence, frequency and repetition penalties on logits, from the token ids a row holds.
 
-Presence and frequency look at the output (OpenAI's definition, https://platform.openai.com/docs/api-reference/completions), repetition at
-prompt and output (CTRL, Keskar et al. 2019, arXiv 1909.05858).
+Presence and frequency look at the output (OpenAI's definition, https://platform.openai.com/docs/api-reference/completions),
+repetition at prompt and output (CTRL, Keskar et al. 2019, arXiv 1909.05858).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def apply_penalties(
 
 @numba.njit(cache=True, nogil=True)
 def _apply(logits, token_ids, rows, num_prompt_tokens, num_tokens, presence, frequency, repetition):  # type: ignore[no-untyped-def]
-    # Counts are made anew for each row from its tokens: nothing to keep in step through preemption, and cheap next to a forward pass.
+    # Counts are made anew for each row from its tokens: nothing to keep right through preemption, and cheap beside a forward pass.
     seen = np.zeros(logits.shape[1], np.bool_)
     counts = np.zeros(logits.shape[1], np.int32)  # in the output
     for i in range(logits.shape[0]):

@@ -1,4 +1,4 @@
-"""Plain-torch twins of every kernel, for any device: what the kernels are tested against, and what runs where there is no kernel."""
+"""Plain-torch twins of the kernels, for any device: what they are tested against, and what runs where there is no kernel."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def log_float32(x: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel_noise(seed: int, position: int, token_ids: torch.Tensor) -> torch.Tensor:
-    """Noise of `token_ids` (int64, any shape), float32. Words are 32 bits held in int64, whose products wrap modulo 2**64 as wanted."""
+    """Noise of `token_ids` (int64, any shape), float32. Words are 32 bits held in int64; products wrap modulo 2**64, as wanted."""
     mask = 0xFFFFFFFF
     c0, c1 = token_ids // 4, torch.zeros_like(token_ids)
     c2, c3 = torch.full_like(token_ids, position & mask), torch.full_like(token_ids, position >> 32 & mask)

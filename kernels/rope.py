@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864) in the two-halves layout: dimension i turns with i + head_dim / 2."""
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), two halves: dimension i turns with i + head_dim / 2."""
 
 from __future__ import annotations
 

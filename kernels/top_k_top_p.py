@@ -15,8 +15,8 @@ _MINUS_INFINITY = np.float32(-np.inf)
 def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
     """Sets filtered logits to -inf, in place: first top-k, then top-p among what is left.
 
-    Top-k keeps the k highest and what ties with the k-th. Top-p keeps the shortest run of tokens, likeliest first and lower token ids
-    first among equals, whose probabilities reach top_p; at least one.
+    Top-k keeps the k highest and what ties with the k-th. Top-p keeps the shortest run of tokens, likeliest first and lower ids first
+    among equals, whose probabilities reach top_p; at least one.
 
     logits [num_rows, vocab] float32, top_k [num_rows] int32 (0: off), top_p [num_rows] float32 (1: off)
     """

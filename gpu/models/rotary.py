@@ -1,8 +1,8 @@
 """Angles of the rotary embedding for every position, with the scalings that stretch a model's context.
 
-Formulas as in the papers and in transformers' `modeling_rope_utils`: linear (position interpolation, arXiv 2306.15595), llama3 (Llama
-3.1's model card), yarn (Peng et al. 2023, arXiv 2309.00071). "dynamic" changes nothing below the model's own length, beyond which
-headrace does not go.
+Formulas as in the papers and in transformers' `modeling_rope_utils`: linear (position interpolation, arXiv 2306.15595), llama3
+(Llama 3.1's model card), yarn (Peng et al. 2023, arXiv 2309.00071). "dynamic" changes nothing below the model's own length, beyond
+which headrace does not go.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _yarn(
 
 
 def _yarn_magnitude(factor: float, scaling: dict[str, Any]) -> float:
-    """The softmax temperature of the paper's section 3.4, as a factor on queries and keys; DeepSeek's two-parameter form included."""
+    """The softmax temperature of the paper's section 3.4, as a factor on queries and keys; with DeepSeek's two-parameter form."""
 
     def magnitude(strength: float) -> float:
         return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0

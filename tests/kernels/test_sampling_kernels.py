@@ -71,7 +71,7 @@ def test_filters_equal_reference_on_many_rows():
 
 
 def test_noise_is_philox():
-    """Known answer of Philox 4x32-10 for key and counter of zeros (Random123's kat_vectors), through our uniform and Gumbel transforms."""
+    """Known answer of Philox 4x32-10 for key and counter of zeros (Random123's kat_vectors), through our transforms."""
     words = np.array([0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8], np.uint64)
     uniform = ((words >> np.uint64(9)) + 0.5) * 2.0**-23
     np.testing.assert_allclose(gumbel_noise(0, 0, 4).numpy(), -np.log(-np.log(uniform)), rtol=1e-6)
