@@ -102,7 +102,7 @@ class Executor(ABC):
     def check_health(self) -> None:
         """Raises WorkerError when the workers failed or were shut down."""
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)  # else it would grow, and hold the frames of every call it ended
 
     def _keep(self, failure: WorkerError) -> bool:
         """False when there is an earlier one, which stays."""
@@ -167,14 +167,13 @@ class UniProcExecutor(Executor):
 
     @contextmanager
     def _failing(self, doing: str) -> Iterator[None]:
-        """Turns an exception into the executor's failure and lets the runner go."""
+        """Turns an exception into the executor's failure and lets the runner go, memory and all: not even a traceback keeps it."""
         try:
             yield
         except Exception as error:
+            logger.exception("rank 0 failed %s", doing)
             self._runner = None
-            failure = WorkerError(f"rank 0 failed {doing}: {describe(error)}")
-            failure.__cause__ = error
-            self._fail(failure)
+            self._fail(WorkerError(f"rank 0 failed {doing}: {describe(error)}"))
 
 
 class MultiprocExecutor(Executor):
@@ -193,6 +192,8 @@ class MultiprocExecutor(Executor):
         self._phase = "while loading"
         self._watcher: threading.Thread | None = None
         self._shutdown_lock = threading.Lock()
+        self._sending = threading.Lock()  # held while a channel is used, so that it is not closed meanwhile
+        self._receiving = threading.Lock()
 
     def start(self, progress: Callable[[float], None] | None = None) -> Capacity:
         self.check_health()
@@ -213,12 +214,14 @@ class MultiprocExecutor(Executor):
         return self.capacity
 
     def allocate_kv(self, num_blocks: int, max_model_len: int) -> None:
+        self._check_started()
         self._phase = "while allocating the KV cache"
         self._send(AllocateKV(num_blocks, max_model_len))
         self._gather(Allocated)
         self._phase = "while idle"
 
     def submit(self, plan: SchedulerOutput) -> None:
+        self._check_started()
         self._steps.append(plan.step)
         self._send(Execute(encode(plan)))
 
@@ -226,10 +229,10 @@ class MultiprocExecutor(Executor):
         self.check_health()
         if not self._steps:
             raise RuntimeError("no step was submitted")
-        try:
-            output = decode_output(self._ranks[0].commands.recv_bytes())
-        except (EOFError, OSError, IndexError):  # the last: another thread has just shut down
+        payload = self._receive()
+        if payload is None:
             self._raise_failure()
+        output = decode_output(payload)
         step = self._steps.popleft()
         if output.step != step:
             raise RuntimeError(f"rank 0 answered step {output.step} where step {step} was due")
@@ -253,18 +256,29 @@ class MultiprocExecutor(Executor):
                     break
             else:
                 logger.error("worker processes %s do not end", [rank.process.pid for rank in self._ranks])
-            self._ranks = []  # the channels close with their last user, who may be another thread in `collect`
+            for rank in self._ranks:
+                rank.hang_up(socket.SHUT_RDWR)
+            with self._sending, self._receiving:
+                for rank in self._ranks:
+                    rank.commands.close()
+
+    def _check_started(self) -> None:
+        self.check_health()
+        if self._watcher is None:
+            raise RuntimeError("the executor was not started")
 
     def _send(self, command: Command) -> None:
-        self.check_health()
-        if not self._ranks:
-            raise RuntimeError("the executor was not started")
         payload = encode_command(command)
-        try:
-            for rank in self._ranks:
-                rank.commands.send_bytes(payload)
-        except OSError:
+        with self._sending:
+            sent = all(rank.send(payload) for rank in self._ranks)
+        if not sent:
             self._raise_failure()
+
+    def _receive(self) -> bytes | None:
+        """None when rank 0 is gone."""
+        with self._receiving, suppress(EOFError, OSError):
+            return self._ranks[0].commands.recv_bytes()
+        return None
 
     def _gather(self, kind: type[ReplyT], progress: Callable[[float], None] | None = None) -> list[ReplyT]:
         """A reply of `kind` from every rank, in the ranks' order."""
@@ -314,12 +328,11 @@ class MultiprocExecutor(Executor):
             init_method = "" if rendezvous is None else f"file:///proc/self/fd/{rendezvous}"
             command = encode_command(Load(self.config, init_method, logging.getLogger("gpu").getEffectiveLevel()))
             for index in range(num_ranks):
-                rank = RankProcess(index, self.config, rendezvous)
+                rank = RankProcess(index, num_ranks, rendezvous)
                 self._ranks.append(rank)
                 if self._failure is not None:  # shut down meanwhile
                     rank.process.kill()
-                with suppress(OSError):  # it is dead already: its reports tell
-                    rank.commands.send_bytes(command)
+                rank.send(command)
         finally:
             if rendezvous is not None:
                 os.close(rendezvous)

@@ -14,8 +14,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import NamedTuple
 
-from gpu.config import WorkerConfig
-from gpu.worker import Logged, num_compute_threads
+from gpu.worker import Logged
 
 KILL_SECONDS = 1.0  # that a process may take to vanish after SIGTERM, and after SIGKILL
 
@@ -30,11 +29,11 @@ class Trouble(NamedTuple):
 class RankProcess:
     """One worker process, its channels and its end."""
 
-    def __init__(self, index: int, config: WorkerConfig, rendezvous: int | None) -> None:
+    def __init__(self, index: int, num_ranks: int, rendezvous: int | None) -> None:
         self.index = index
         self.trouble: Trouble | None = None
-        num_ranks = config.parallel.tensor_parallel_size
-        self._socket, worker_socket = socket.socketpair()
+        own_socket, worker_socket = socket.socketpair()
+        self.commands = Connection(own_socket.detach())
         self.reports, worker_reports = Pipe(duplex=False)
         with worker_socket, worker_reports:
             descriptors = [worker_socket.fileno(), worker_reports.fileno()]
@@ -45,14 +44,21 @@ class RankProcess:
                 [sys.executable, "-P", "-m", "gpu.worker", *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors if rendezvous is None else [*descriptors, rendezvous],
-                env=_environment(config),
+                env=_environment(),
             )
-        self.commands = Connection(os.dup(self._socket.fileno()))
+
+    def send(self, payload: bytes) -> bool:
+        """False when the worker is gone: its reports tell why."""
+        try:
+            self.commands.send_bytes(payload)
+        except OSError:
+            return False
+        return True
 
     def hang_up(self, how: int = socket.SHUT_WR) -> None:
         """SHUT_WR orders the worker to stop; SHUT_RDWR also wakes whoever waits for its answer."""
-        with suppress(OSError):
-            self._socket.shutdown(how)
+        with suppress(OSError), socket.socket(fileno=os.dup(self.commands.fileno())) as same_socket:
+            same_socket.shutdown(how)
 
     def reap(self, doing: str) -> None:
         """After the end of file; notes how it ended unless it told why."""
@@ -81,13 +87,10 @@ class RankProcess:
             target.handle(logging.makeLogRecord(values))
 
 
-def _environment(config: WorkerConfig) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     root = str(Path(__file__).resolve().parent.parent)
-    threads = str(num_compute_threads(config))
     return {
         "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this host: nothing for other hosts to reach
         **os.environ,
         "PYTHONPATH": os.pathsep.join([root, *(path or os.getcwd() for path in sys.path)]),
-        "OMP_NUM_THREADS": threads,
-        "NUMBA_NUM_THREADS": threads,
     }

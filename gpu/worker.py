@@ -32,7 +32,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 PR_SET_NAME = 15
 EXIT_SECONDS = 30.0  # how long a worker may outlive its executor's end of the channel, busy with a step or not
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("gpu.worker")
 
 
 class Load(msgspec.Struct, array_like=True, tag=0):
@@ -118,19 +118,8 @@ def make_runner(config: WorkerConfig, rank: int, init_method: str) -> Runner:
     device = torch.device("cuda", rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
-    torch.set_num_threads(num_compute_threads(config))
     group = init_group(rank, config.parallel.tensor_parallel_size, init_method)
     return ModelRunner(config, checkpoint, device, group)
-
-
-def num_compute_threads(config: WorkerConfig) -> int:
-    """As configured, else OMP_NUM_THREADS, else this rank's share of the cores; of four or more one is left to the front end."""
-    if config.parallel.num_threads > 0:
-        return config.parallel.num_threads
-    if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
-        return max(1, int(os.environ["OMP_NUM_THREADS"]))
-    num_cores = len(os.sched_getaffinity(0))
-    return max(1, (num_cores - (num_cores >= 4)) // config.parallel.tensor_parallel_size)
 
 
 def leave_group() -> None:
