@@ -170,7 +170,8 @@ BURY_BATCH = 128  # pending entries looked at in one script: Redis answers nobod
 def bury(model: str, slot: str, incarnation: int, error: str, retention: float = RECORD_RETENTION) -> Call[int]:
     """End, with an error, what the slot's engines up to `incarnation` had in flight; how many requests that were.
 
-    Refuses (0) while the slot is held by one of these incarnations: who saw the process exit releases its slot first. Bounded batches follow one another.
+    Refuses (0) while the slot is held by one of these incarnations: who saw the process exit releases its slot first. Bounded
+    batches follow one another.
     """
 
     def batch(start: str, buried: int) -> Call[int]:
