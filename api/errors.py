@@ -27,7 +27,7 @@ RETRY_AFTER = {"Retry-After": "1"}  # seconds; a restarted engine takes longer, 
 REDIS_AWAY = "Redis is not reachable. Try again later."
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")
-_FRAME = re.compile(r'File "[^"]*", line \d+(, in \S+)?')
+_FRAME = re.compile(r'File "[^"]*", line \d+(, in [\w.<>]+)?')
 _PATH = re.compile(r"(?<![\w:/.])/(?:[\w.+-]+/)+[\w.+-]+")
 
 

@@ -47,7 +47,8 @@ class StopMatcher:
     def _find(self, buffer: str) -> StopMatch | None:
         end, word = len(buffer) + 1, ""
         for candidate in self._stop:
-            start = buffer.find(candidate)
+            # What is held was seen before, unarmed perhaps: only a match that ends in the new text counts.
+            start = buffer.find(candidate, max(0, len(self._held) + 1 - len(candidate)))
             if start >= 0 and start + len(candidate) < end:
                 end, word = start + len(candidate), candidate
         if not word:
