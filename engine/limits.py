@@ -38,11 +38,11 @@ def step_limits(config: SchedulerConfig, device: str, memory_bytes: int = 0, dev
 
 
 def calibrated_budget(config: SchedulerConfig, budget: int, capacity: Capacity) -> int:
-    """The token budget, lowered on a CPU so that a full step stays under half a second. Never below 64; a configured one stands."""
+    """The token budget, lowered on a CPU so that a full step stays under half a second. Never below 128; a configured one stands."""
     if config.max_num_batched_tokens or capacity.device != "cpu" or not capacity.profiled_seconds_per_token:
         return budget
     affordable = int(CPU_STEP_SECONDS / capacity.profiled_seconds_per_token)
-    return min(budget, max(64, affordable // 32 * 32))
+    return min(budget, max(128, affordable // 32 * 32))
 
 
 def fit_kv_cache(model: ModelConfig, cache: CacheConfig, capacity: Capacity) -> tuple[int, int]:

@@ -49,6 +49,8 @@ class ModelRunner:
         torch.set_num_threads(num_threads)
         cpu_threads.set_num_threads(num_threads)
         self.model = load_model(self.checkpoint, self.dtype, self.device, self.group, progress)
+        self.fingerprint = self._fingerprint()
+        self.checkpoint.close()
 
     @torch.inference_mode()
     def capacity(self) -> Capacity:
@@ -69,7 +71,8 @@ class ModelRunner:
                 model_config.num_layers, cache.block_size, self.model.num_kv_heads, model_config.head_dim, self.dtype
             ),
             available_kv_bytes=available,
-            fingerprint=self._fingerprint(),
+            fingerprint=self.fingerprint,
+            profiled_seconds_per_token=self._time_prompt_step() / PROFILE_PROMPT if self.device.type == "cpu" else 0.0,
         )
 
     def allocate_kv(self, num_blocks: int, max_model_len: int) -> None:
@@ -168,11 +171,28 @@ class ModelRunner:
         _, total = torch.cuda.mem_get_info(self.device)
         return max(0, int(self.config.cache.gpu_memory_utilization * total) - peak)
 
+    def _time_prompt_step(self) -> float:
+        """Seconds of a step of one prompt of PROFILE_PROMPT tokens, compiled before."""
+        started = time.perf_counter()
+        self._prompt_step(PROFILE_PROMPT)
+        return time.perf_counter() - started
+
     def _largest_step(self) -> None:
         """The whole token budget in prompts of PROFILE_PROMPT tokens, then logits and sampling of the most rows a step may have."""
+        budget = self.config.max_num_batched_tokens
+        hidden = self._prompt_step(budget)
+        rows = np.arange(self.config.max_num_seqs, dtype=np.int32)
+        batch = self._make_batch(min(budget, PROFILE_PROMPT))
+        few = 2  # compiles every filter; sampling needs no memory worth measuring
+        for row in range(min(few, len(rows))):
+            batch.apply(_new_request_plan(row, _EVERYTHING if row else SamplingParams(temperature=0.0)))
+        logits = self.model.logits(hidden[torch.from_numpy(rows % budget)])
+        self.sampler(logits[:few], rows[:few], batch)
+
+    def _prompt_step(self, budget: int) -> torch.Tensor:
+        """Hidden states of `budget` tokens, in prompts of at most PROFILE_PROMPT."""
         config = self.model.config
         block_size = self.config.cache.block_size
-        budget = self.config.max_num_batched_tokens
         length = min(budget, PROFILE_PROMPT, config.max_position_embeddings)
         num_requests = -(-budget // length)
         blocks = -(-length // block_size)
@@ -190,14 +210,7 @@ class ModelRunner:
         )
         tensors = [torch.from_numpy(x).to(self.device) for x in arrays]
         tokens = torch.from_numpy(positions % config.vocab_size).to(self.device)
-        hidden = self.model.forward(tokens, torch.from_numpy(positions).to(self.device), kv, AttentionMetadata(*tensors))
-        rows = np.arange(self.config.max_num_seqs, dtype=np.int32)
-        batch = self._make_batch(length)
-        few = 2  # compiles every filter; sampling needs no memory worth measuring
-        for row in range(min(few, len(rows))):
-            batch.apply(_new_request_plan(row, _EVERYTHING if row else SamplingParams(temperature=0.0)))
-        logits = self.model.logits(hidden[torch.from_numpy(rows % budget)])
-        self.sampler(logits[:few], rows[:few], batch)
+        return self.model.forward(tokens, torch.from_numpy(positions).to(self.device), kv, AttentionMetadata(*tensors))
 
 
 _EVERYTHING = SamplingParams(
