@@ -13,11 +13,13 @@ BACKLOG = 2048
 
 def bind(config: ApiConfig) -> socket.socket:
     """A listening socket on host and port. Raises SettingError where keys are missing, CommandError where the address is taken."""
+    if not 0 <= config.port <= 65535:
+        raise SettingError(f"--port must be between 0 and 65535, not {config.port}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except (socket.gaierror, OverflowError):
+    except socket.gaierror:
         raise SettingError(f"cannot listen on {config.host}:{config.port}: no such address") from None
     if not config.api_key and not config.allow_no_auth and not ipaddress.ip_address(address[0]).is_loopback:
         raise SettingError(
