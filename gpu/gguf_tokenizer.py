@@ -84,21 +84,13 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
 
 def special_token(file: GGUFFile, kind: str) -> str | None:
     """The text of the `kind` token ("bos", "eos", "unknown", "padding", ...), if the file names one."""
-    number = file.metadata.get(f"tokenizer.ggml.{kind}_token_id")
-    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+    tokens, number = file.metadata.get("tokenizer.ggml.tokens", []), file.metadata.get(f"tokenizer.ggml.{kind}_token_id")
     return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
 
 
 def adds_bos(file: GGUFFile) -> bool:
     default = file.metadata.get("tokenizer.ggml.model") == "llama" or file.metadata.get("tokenizer.ggml.pre") in _ADD_BOS
     return bool(file.metadata.get("tokenizer.ggml.add_bos_token", default)) and special_token(file, "bos") is not None
-
-
-def bos_eos_processor(bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> Any:
-    """A post-processor that puts `bos` before a text and `eos` behind it; None leaves either out."""
-    single = [*([f"{bos[0]}:0"] if bos else []), "$A:0", *([f"{eos[0]}:0"] if eos else [])]
-    pair = [*single, *([f"{bos[0]}:1"] if bos else []), "$B:1", *([f"{eos[0]}:1"] if eos else [])]
-    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=[token for token in (bos, eos) if token])
 
 
 def _byte_level(file: GGUFFile) -> Tokenizer:
@@ -109,8 +101,7 @@ def _byte_level(file: GGUFFile) -> Tokenizer:
     lines = file.metadata.get("tokenizer.ggml.merges")
     if lines is None:
         raise CheckpointError(f"{file.path} has no tokenizer merges (tokenizer.ggml.merges)")
-    merges = [_merge(line) for line in lines]
-    tokenizer = _bpe(file, merges, ignore_merges=name in _IGNORE_MERGES)
+    tokenizer = _bpe(file, [_merge(line) for line in lines], ignore_merges=name in _IGNORE_MERGES)
     if name in _NFC:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[name]()
@@ -133,10 +124,12 @@ def _sentence_piece(file: GGUFFile) -> Tokenizer:
 
 def _bpe(file: GGUFFile, merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(file.metadata["tokenizer.ggml.tokens"])}
-    try:
-        return Tokenizer(BPE(vocab=vocabulary, merges=merges, **options))
-    except Exception as error:  # the library raises bare Exceptions
-        raise CheckpointError(f"the tokenizer of {file.path} is inconsistent: {error}") from None
+    for left, right in merges:  # the library panics on a merge that makes no token
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise CheckpointError(
+                f"the tokenizer of {file.path} is damaged: it merges {left!r} and {right!r}, which are not tokens"
+            )
+    return Tokenizer(BPE(vocab=vocabulary, merges=merges, **options))
 
 
 def _merge(line: str) -> tuple[str, str]:
@@ -173,10 +166,18 @@ def _add_special_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int
 
 
 def _post_processor(file: GGUFFile) -> Any:
-    bos, eos = special_token(file, "bos"), special_token(file, "eos")
-    metadata = file.metadata
-    add_eos = eos is not None and bool(metadata.get("tokenizer.ggml.add_eos_token", False))
-    return bos_eos_processor(
-        (bos, metadata["tokenizer.ggml.bos_token_id"]) if bos is not None and adds_bos(file) else None,
-        (eos, metadata["tokenizer.ggml.eos_token_id"]) if eos is not None and add_eos else None,
-    )
+    """Puts the begin token before a text and the end token behind it, where the file asks for them."""
+    added: dict[str, tuple[str, int]] = {}
+    if adds_bos(file):
+        added["bos"] = _special(file, "bos")
+    if file.metadata.get("tokenizer.ggml.add_eos_token", False) and special_token(file, "eos") is not None:
+        added["eos"] = _special(file, "eos")
+    before, behind = ([added[kind][0]] if kind in added else [] for kind in ("bos", "eos"))
+    single = [*before, "$A", *behind]
+    pair = [f"{piece}:0" for piece in single] + [f"{piece}:1" for piece in [*before, "$B", *behind]]
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=list(added.values()))
+
+
+def _special(file: GGUFFile, kind: str) -> tuple[str, int]:
+    number = file.metadata[f"tokenizer.ggml.{kind}_token_id"]
+    return file.metadata["tokenizer.ggml.tokens"][number], number

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from gpu.errors import CheckpointError
 from gpu.gguf import GGUFFile
 from gpu.gguf_architecture import end_token_ids
-from gpu.gguf_tokenizer import bos_eos_processor, build_tokenizer, special_token
+from gpu.gguf_tokenizer import build_tokenizer, special_token
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # GGUF's names of generation_config.json's sampling defaults
@@ -63,11 +63,6 @@ def _from_gguf(path: Path) -> TokenizerFiles:
 def _from_directory(folder: Path) -> TokenizerFiles:
     tokenizer = _read_tokenizer(folder)
     config = _tokenizer_config(folder)
-    if "add_bos_token" in config or "add_eos_token" in config:  # said here, it overrides tokenizer.json
-        tokenizer.post_processor = bos_eos_processor(
-            _with_id(tokenizer, config.get("bos_token")) if config.get("add_bos_token") else None,
-            _with_id(tokenizer, config.get("eos_token")) if config.get("add_eos_token") else None,
-        )
     generation = _read_json(folder / "generation_config.json")
     eos = _with_id(tokenizer, config.get("eos_token"))
     named = generation.get("eos_token_id")
