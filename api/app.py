@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -71,9 +72,20 @@ async def demand_json(request: Request) -> None:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != JSON_TYPE:
         message = "Unsupported Media Type: Only 'application/json' is allowed"
-        raise RequestValidationError(
-            [{"type": "media_type", "loc": ("header", "content-type"), "msg": message, "input": media_type}]
-        )
+        fault = {"type": "media_type", "loc": ("header", "content-type"), "msg": message, "input": media_type}
+        raise RequestValidationError([fault])
+    _demand_unicode(await request.body())
+
+
+def _demand_unicode(body: bytes) -> None:
+    """JSON can spell a lone surrogate (\\ud800), which no text is made of and nothing behind the parser could encode."""
+    if b"\\ud" in body or b"\\uD" in body:
+        try:
+            json.dumps(json.loads(body), ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            message = "The body has a lone surrogate, which is not Unicode text"
+            shown = f"\\u{ord(error.object[error.start]):04x}"
+            raise RequestValidationError([{"type": "unicode", "loc": ("body",), "msg": message, "input": shown}]) from error
 
 
 def _add_layers(app: FastAPI, service: Service) -> None:
