@@ -74,7 +74,7 @@ class _Patience:
     def pause(self, error: Exception) -> float:
         """Seconds to wait before the next try; raises BusUnavailable when there is no time for one."""
         if isinstance(error, _LASTING) or time.monotonic() + self._pause > self._deadline:
-            raise BusUnavailable(f"Redis: {error}") from error
+            raise BusUnavailable(f"Redis: {str(error) or 'no answer in time'}") from error
         pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
         return pause
 
@@ -241,16 +241,14 @@ class AsyncBus:
         self.url = url
         self.patience = patience
         self.timeout = timeout
-        self._client = self._connect(timeout, max_connections)
-        self._blocking = self._connect(timeout + MAX_BLOCK, max_connections)
-
-    def _connect(self, timeout: float, max_connections: int) -> Any:  # redis.asyncio.Redis
-        pool = redis.asyncio.BlockingConnectionPool.from_url(
-            self.url, max_connections=max_connections, timeout=timeout, retry=AsyncRetry(NoBackoff(), 0), **_options(timeout)
+        # No socket timeout: redis-py would send under asyncio.wait_for, which swallows a cancellation that comes as it completes
+        # (cpython#86296, to Python 3.11) and costs a task a command. `_answer` has the timeout instead.
+        options = _options(timeout) | {"socket_timeout": None}
+        pool: Any = redis.asyncio.BlockingConnectionPool.from_url(
+            url, max_connections=max_connections, timeout=timeout, retry=AsyncRetry(NoBackoff(), 0), **options
         )
-        client = redis.asyncio.Redis(connection_pool=pool)
-        client.response_callbacks.clear()
-        return client
+        self._client: Any = redis.asyncio.Redis(connection_pool=pool)  # its methods are untyped
+        self._client.response_callbacks.clear()
 
     async def run(self, call: Call[T]) -> T:
         """As Bus.run."""
@@ -262,23 +260,17 @@ class AsyncBus:
 
     async def _answer(self, call: Call[Any]) -> Any:
         patience = _Patience(self.patience)
-        task = asyncio.current_task()
-        cancellations = task.cancelling() if task else 0
         while True:
             try:
-                answer = await self._send(call)
-                if (
-                    task and task.cancelling() > cancellations
-                ):  # redis-py sends under wait_for, which may swallow it (cpython#86296)
-                    raise asyncio.CancelledError
-                return answer
+                async with asyncio.timeout(self.timeout + call.block):
+                    return await self._send(call)
             except _PASSING as error:
                 await asyncio.sleep(patience.pause(error))
             except RedisError as error:
                 raise _translate(error) from error
 
     async def _send(self, call: Call[Any]) -> Any:
-        client = self._blocking if call.block else self._client
+        client = self._client
         if call.script is not None:
             try:
                 return await client.execute_command(*call.evalsha())
@@ -304,9 +296,8 @@ class AsyncBus:
             await subscription.close()
 
     async def close(self) -> None:
-        for client in (self._client, self._blocking):
-            await client.aclose()
-            await client.connection_pool.disconnect()
+        await self._client.aclose()
+        await self._client.connection_pool.disconnect()
 
     async def __aenter__(self) -> AsyncBus:
         return self
