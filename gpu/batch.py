@@ -90,7 +90,7 @@ class Batch:
         query_start = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(query_lens, out=query_start[1:])
         row_of_token = np.repeat(rows, query_lens)
-        positions = np.arange(query_start[-1]) + np.repeat(computed - query_start[:-1], query_lens)
+        positions = np.arange(query_start[-1], dtype=np.int64) + np.repeat(computed - query_start[:-1], query_lens)
         blocks = self.block_tables[row_of_token, positions // self.block_size].astype(np.int64)
         context_lens = computed + query_lens
         attention = self._attention(rows, query_start, context_lens, blocks * self.block_size + positions % self.block_size)

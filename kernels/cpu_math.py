@@ -22,7 +22,7 @@ _HIGHEST = np.float32(88.0)
 _SQRT_HALF = np.float32(0.707106781186547524)
 
 
-@numba.njit(inline="always")
+@numba.njit(cache=True, nogil=True)
 def exp_float32(x):  # type: ignore[no-untyped-def]
     """e to the x, x clamped to [-87, 88]; NaN stays NaN."""
     x = min(max(x, _LOWEST), _HIGHEST) if x == x else x
@@ -39,7 +39,7 @@ def exp_float32(x):  # type: ignore[no-untyped-def]
     return p * scale
 
 
-@numba.njit(inline="always")
+@numba.njit(cache=True, nogil=True)
 def log_float32(x):  # type: ignore[no-untyped-def]
     """Natural logarithm of a positive normal float32; `reference.log_float32` does the same operations in the same order."""
     bits = np.float32(x).view(np.int32)
@@ -68,7 +68,7 @@ def widen(x):  # type: ignore[no-untyped-def]
     raise NotImplementedError("for compiled code only")
 
 
-@overload(widen, inline="always")
+@overload(widen)
 def _widen(x):  # type: ignore[no-untyped-def]
     if x == types.uint16:
         return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)

@@ -16,6 +16,7 @@ from kernels import reference
 from kernels.cpu_math import log_float32
 
 CHUNK = 64  # tokens whose noise is made at once, in vector registers
+QUADS = CHUNK // 4  # calls of the generator that they take
 MAX_NOISE = np.float32(16.64)  # -log(-log(1 - 2**-24)), rounded up: the largest noise there is
 _MINUS_INFINITY = np.float32(-np.inf)
 
@@ -38,17 +39,20 @@ def gumbel_argmax(logits: torch.Tensor, greedy: torch.Tensor, seeds: torch.Tenso
 
 def gumbel_noise(seed: int, position: int, num_tokens: int) -> torch.Tensor:
     """The noise of tokens 0..num_tokens-1, [num_tokens] float32, by the CPU's code."""
-    noise = np.empty((num_tokens + CHUNK - 1) // CHUNK * CHUNK, np.float32)
+    noise = np.empty(num_tokens, np.float32)
     _fill_all(noise, np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.uint64(position))
-    return torch.from_numpy(noise[:num_tokens])
+    return torch.from_numpy(noise)
 
 
-@numba.njit(inline="always")
+@numba.njit(cache=True, nogil=True)
 def _fill(noise, words, key, position, first):  # type: ignore[no-untyped-def]
-    """noise[j] = noise of token first + j, for j < CHUNK; first is a multiple of four."""
+    """Noise of tokens first..first+CHUNK-1, first a multiple of four; that of token first + j goes to noise[_place(j)].
+
+    Word by word, not token by token: so both loops run in vector registers. words [CHUNK] uint32 is scratch.
+    """
     mask = np.uint64(0xFFFFFFFF)
     shift = np.uint64(32)
-    for quad in range(CHUNK // 4):
+    for quad in range(QUADS):
         c0 = np.uint64(first // 4 + quad)
         c1 = np.uint64(0)
         c2 = position & mask
@@ -61,28 +65,36 @@ def _fill(noise, words, key, position, first):  # type: ignore[no-untyped-def]
             c0, c1, c2, c3 = (product1 >> shift) ^ c1 ^ k0, product1 & mask, (product0 >> shift) ^ c3 ^ k1, product0 & mask
             k0 = (k0 + np.uint64(0x9E3779B9)) & mask
             k1 = (k1 + np.uint64(0xBB67AE85)) & mask
-        words[0, quad] = c0
-        words[1, quad] = c1
-        words[2, quad] = c2
-        words[3, quad] = c3
+        words[quad] = np.uint32(c0)
+        words[QUADS + quad] = np.uint32(c1)
+        words[2 * QUADS + quad] = np.uint32(c2)
+        words[3 * QUADS + quad] = np.uint32(c3)
     for j in range(CHUNK):
         # 23 bits and a half: (0, 1) without its ends, exact in float32.
-        uniform = (np.float32(words[j % 4, j // 4] >> np.uint32(9)) + np.float32(0.5)) * np.float32(1.1920928955078125e-07)
+        uniform = (np.float32(np.int32(words[j] >> np.uint32(9))) + np.float32(0.5)) * np.float32(1.1920928955078125e-07)
         noise[j] = -log_float32(-log_float32(uniform))
 
 
 @numba.njit(cache=True, nogil=True)
+def _place(j):  # type: ignore[no-untyped-def]
+    return j % 4 * QUADS + j // 4
+
+
+@numba.njit(cache=True, nogil=True)
 def _fill_all(noise, key, position):  # type: ignore[no-untyped-def]
-    words = np.empty((4, CHUNK // 4), np.uint32)
-    for first in range(0, len(noise), CHUNK):
-        _fill(noise[first : first + CHUNK], words, key, position, first)
+    chunk = np.empty(CHUNK, np.float32)
+    words = np.empty(CHUNK, np.uint32)
+    for token in range(len(noise)):
+        if token % CHUNK == 0:
+            _fill(chunk, words, key, position, token)
+        noise[token] = chunk[_place(token % CHUNK)]
 
 
 @numba.njit(cache=True, nogil=True)
 def _draw(drawn, logits, greedy, seeds, positions):  # type: ignore[no-untyped-def]
     vocab = logits.shape[1]
     noise = np.empty(CHUNK, np.float32)
-    words = np.empty((4, CHUNK // 4), np.uint32)
+    words = np.empty(CHUNK, np.uint32)
     for i in range(logits.shape[0]):
         row = logits[i]
         best = np.argmax(row)
@@ -93,14 +105,17 @@ def _draw(drawn, logits, greedy, seeds, positions):  # type: ignore[no-untyped-d
         # The likeliest token's own score bounds the winner's from below: what cannot reach it with the largest noise is skipped.
         start = best // CHUNK * CHUNK
         _fill(noise, words, key, position, start)
-        best_score = row[best] + noise[best - start]
+        best_score = row[best] + noise[_place(best - start)]
         for first in range(0, vocab, CHUNK):
             chunk = row[first : min(first + CHUNK, vocab)]
-            if np.max(chunk) + MAX_NOISE < best_score:
+            highest = _MINUS_INFINITY
+            for j in range(len(chunk)):
+                highest = max(highest, chunk[j])
+            if highest + MAX_NOISE < best_score:
                 continue
             _fill(noise, words, key, position, first)
             for j in range(len(chunk)):
-                score = chunk[j] + noise[j]
+                score = chunk[j] + noise[_place(j)]
                 if score > best_score or (score == best_score and first + j < best):
                     best, best_score = first + j, score
         drawn[i] = best

@@ -15,8 +15,8 @@ _MINUS_INFINITY = np.float32(-np.inf)
 def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
     """Sets filtered logits to -inf, in place: first top-k, then top-p among what is left.
 
-    Top-k keeps the k highest and what ties with the k-th. Top-p keeps the shortest run of tokens, likeliest first and lower ids first
-    among equals, whose probabilities reach top_p; at least one.
+    Top-k keeps the k highest and what ties with the k-th. Top-p keeps the shortest run of tokens, likeliest first (of equals, lower
+    ids first), whose probabilities reach top_p; at least one.
 
     logits [num_rows, vocab] float32, top_k [num_rows] int32 (0: off), top_p [num_rows] float32 (1: off)
     """
@@ -64,24 +64,59 @@ def _kth_highest(row, k):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _keep_nucleus(row, top_p):  # type: ignore[no-untyped-def]
-    highest = np.max(row)
-    probabilities = np.empty(len(row), np.float32)
-    for token in range(len(row)):
-        probabilities[token] = exp_float32(row[token] - highest) if row[token] > _MINUS_INFINITY else np.float32(0.0)
+    """Takes the likeliest token off a heap until the nucleus is full: few are taken, so that nothing is sorted."""
+    vocab = len(row)
+    highest = row[0]
+    for token in range(vocab):
+        highest = max(highest, row[token])
+    weights = np.empty(vocab, np.float32)
+    for token in range(vocab):
+        weights[token] = exp_float32(row[token] - highest) if row[token] > _MINUS_INFINITY else np.float32(0.0)
     total = 0.0
-    for token in range(len(row)):
-        total += probabilities[token]
-    # Tokens below (1 - top_p) / vocab together weigh less than 1 - top_p, so that the nucleus is full before the first of them:
-    # only the others need to be sorted.
-    lightest = np.float32((1.0 - top_p) / len(row) * total)
-    candidates = np.nonzero(probabilities >= lightest)[0]
-    weights = probabilities[candidates]
-    order = np.argsort(-weights, kind="mergesort")  # stable: lower token ids first among equals
+    for token in range(vocab):
+        total += weights[token]
+    # Tokens below (1 - top_p) / vocab together weigh less than 1 - top_p, so that the nucleus is full before the first of them.
+    lightest = np.float32((1.0 - top_p) / vocab * total)
+    heap = np.empty(vocab, np.int32)
+    size = 0
+    for token in range(vocab):
+        if weights[token] >= lightest:
+            heap[size] = token
+            size += 1
+    for hole in range(size // 2 - 1, -1, -1):
+        _sift_down(heap, size, hole, weights)
     before = 0.0
-    for token in range(len(row)):
-        if probabilities[token] < lightest:
+    while size > 0 and (before == 0.0 or before < top_p * total):
+        token = heap[0]
+        before += weights[token]
+        weights[token] = -weights[token]  # kept
+        size -= 1
+        heap[0] = heap[size]
+        _sift_down(heap, size, 0, weights)
+    for token in range(vocab):
+        if weights[token] >= 0:
             row[token] = _MINUS_INFINITY
-    for j in range(len(order)):
-        if j > 0 and before >= top_p * total:
-            row[candidates[order[j]]] = _MINUS_INFINITY
-        before += weights[order[j]]
+
+
+@numba.njit(cache=True, nogil=True)
+def _sift_down(heap, size, hole, weights):  # type: ignore[no-untyped-def]
+    """Restores the heap below `hole`: heavier tokens first, lower ids first among equals."""
+    if size == 0:
+        return
+    token = heap[hole]
+    while True:
+        child = 2 * hole + 1
+        if child >= size:
+            break
+        if child + 1 < size and _heavier(heap[child + 1], heap[child], weights):
+            child += 1
+        if not _heavier(heap[child], token, weights):
+            break
+        heap[hole] = heap[child]
+        hole = child
+    heap[hole] = token
+
+
+@numba.njit(cache=True, nogil=True)
+def _heavier(a, b, weights):  # type: ignore[no-untyped-def]
+    return weights[a] > weights[b] or (weights[a] == weights[b] and a < b)
