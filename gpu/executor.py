@@ -25,7 +25,7 @@ from typing import NoReturn, TypeVar
 
 from gpu.config import Capacity, WorkerConfig
 from gpu.plan import ModelRunnerOutput, SchedulerOutput, decode_output, encode
-from gpu.rank_process import KILL_SECONDS, RankProcess, Trouble
+from gpu.rank_process import CERTAIN, KILL_SECONDS, RankProcess, Trouble
 from gpu.worker import (
     Allocated,
     AllocateKV,
@@ -350,8 +350,9 @@ class MultiprocExecutor(Executor):
             troubles = [rank.trouble for rank in self._ranks if rank.trouble is not None]
             if self._failure is None and troubles:
                 verdict_at = min(verdict_at, time.monotonic() + VERDICT_SECONDS)
-                if len(troubles) == len(self._ranks) or time.monotonic() >= verdict_at:
-                    self._end(min(troubles).text)
+                cause = min(troubles)
+                if cause.when == CERTAIN or len(troubles) == len(self._ranks) or time.monotonic() >= verdict_at:
+                    self._end(cause.text)
 
     def _take_report(self, rank: RankProcess) -> bool:
         """False at the end of file, the rank's end."""

@@ -17,12 +17,13 @@ from typing import NamedTuple
 from gpu.worker import Logged
 
 KILL_SECONDS = 1.0  # that a process may take to vanish after SIGTERM, and after SIGKILL
+CERTAIN = 0.0  # a time before all others
 
 
 class Trouble(NamedTuple):
     """Why a rank cannot go on. Of several the least is the cause: the others failed because they missed that rank."""
 
-    when: float  # CLOCK_MONOTONIC
+    when: float  # CLOCK_MONOTONIC, or CERTAIN
     text: str
 
 
@@ -39,9 +40,9 @@ class RankProcess:
             descriptors = [worker_socket.fileno(), worker_reports.fileno()]
             arguments = [f"--rank={index}", f"--of={num_ranks}", f"--parent={os.getpid()}"]
             arguments += [f"--commands={descriptors[0]}", f"--reports={descriptors[1]}"]
-            # A fresh interpreter that imports gpu.worker alone: the caller's main module, whatever it is, does not run again in it.
+            # A fresh interpreter: the caller's main module, whatever it is, does not run again in it as under multiprocessing.
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "gpu.worker", *arguments],
+                [sys.executable, "-P", "-m", "gpu.worker_main", *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors if rendezvous is None else [*descriptors, rendezvous],
                 env=_environment(),
@@ -74,7 +75,7 @@ class RankProcess:
             self.trouble = Trouble(time.monotonic(), f"rank {self.index} exited with status {status} {doing}")
             return
         # Other ranks may report the loss of this one before its end is seen here. Who aborts, though, may do so for another's loss.
-        when = time.monotonic() if -status == signal.SIGABRT else 0.0
+        when = time.monotonic() if -status == signal.SIGABRT else CERTAIN
         hint = " (as the kernel does when memory runs out)" if -status == signal.SIGKILL else ""
         self.trouble = Trouble(when, f"rank {self.index} was killed by signal {-status} {doing}{hint}")
 

@@ -7,13 +7,9 @@ reads the end of file on `reports` as this process's death.
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import faulthandler
 import gc
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -28,8 +24,6 @@ from gpu.config import Capacity, WorkerConfig
 from gpu.errors import CheckpointError
 from gpu.plan import ModelRunnerOutput, SchedulerOutput, decode_plan, encode
 
-PR_SET_PDEATHSIG = 1  # prctl(2)
-PR_SET_NAME = 15
 EXIT_SECONDS = 30.0  # how long a worker may outlive its executor's end of the channel, busy with a step or not
 
 logger = logging.getLogger("gpu.worker")
@@ -221,36 +215,3 @@ class _ReportHandler(logging.Handler):
             self.worker.report(Logged(record.name, record.levelno, self.format(record), record.created))
         except OSError:  # the executor is gone, and with it the log
             pass
-
-
-def die_with_parent(parent: int) -> None:
-    """The kernel kills this process when the thread that started it ends, however it ends (Linux)."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    if prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it was over before the line above
-        os._exit(1)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="headrace-worker", description="One rank of a model; started by the executor.")
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--of", type=int, required=True, help="number of ranks")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the executor")
-    parser.add_argument("--commands", type=int, required=True, help="file descriptor of a socket")
-    parser.add_argument("--reports", type=int, required=True, help="file descriptor of a pipe's writing end")
-    options = parser.parse_args(arguments)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all of a terminal's processes; whoever owns the engine ends it in order
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    die_with_parent(options.parent)
-    ctypes.CDLL(None).prctl(PR_SET_NAME, f"headrace-rank{options.rank}".encode())
-    faulthandler.enable()
-    for descriptor in (options.commands, options.reports):
-        os.set_inheritable(descriptor, False)  # a child that kept them would hide this process's end
-    return Worker(options.rank, Connection(options.commands), Connection(options.reports, readable=False)).run()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
