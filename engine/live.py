@@ -120,13 +120,17 @@ class LiveRequests:
             self._release_or_fence(request)
         return [request for request in fenced if request.row < 0 and request.status.finished]
 
+    def is_out(self, row: int) -> bool:
+        """A step that has not returned computes this row."""
+        return bool(self.rows.last_step[row] > self.returned_step)
+
     def num_fenced_blocks(self) -> int:
         """Blocks that the return of the steps that are out will free."""
         return sum(self.kv.pool.ref_count(block) == 1 for request in self.fenced for block in request.block_ids)
 
     def _release_or_fence(self, request: Request) -> None:
         row = request.row
-        if self.rows.last_step[row] > self.returned_step:
+        if self.is_out(row):
             self.fenced.append(request)
             return
         if not request.status.finished:

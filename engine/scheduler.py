@@ -198,7 +198,7 @@ class Scheduler:
                     break
                 if self.config.shrink_chunks and fitting > 0:
                     num_tokens[index] = fitting
-                elif self.live.fenced and (num_kept == 1 or missing + promised <= pool.num_free + self.live.num_fenced_blocks()):
+                elif self._soon_free(row, missing + promised, alone=num_kept == 1):
                     promised += missing
                     num_tokens[index] = 0
                     break
@@ -211,6 +211,13 @@ class Scheduler:
                     self.live.preempt(table.request(int(rows[num_kept])))
                     draft.num_preempted += 1
         return num_kept
+
+    def _soon_free(self, row: int, num_blocks: int, alone: bool) -> bool:
+        """A step that is out will free what a row lacks, so that preempting (or ending) anybody would be rash. A row that is alone
+        waits for anything that may still come, its own last token included."""
+        if alone:
+            return bool(self.live.fenced) or self.live.is_out(row)
+        return bool(self.live.fenced) and num_blocks <= self.kv.pool.num_free + self.live.num_fenced_blocks()
 
     def _exhausted(self, num_blocks: int) -> str:
         return (
@@ -228,6 +235,8 @@ class Scheduler:
 
     def _admit(self, request: Request, draft: StepDraft) -> bool:
         """Row and blocks for the whole first chunk, or nothing (False)."""
+        if request.row >= 0:  # preempted in a step that is still out: its last token may be on its way
+            return False
         pool = self.kv.pool
         longest = self.kv.num_blocks_for(request.num_tokens)
         if longest > pool.num_usable:
