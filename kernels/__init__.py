@@ -1,14 +1,16 @@
 """Pure functions on tensors, one file an operation. Importing this package says where numba keeps compiled kernels.
 
-Numba's own cache compares the age of a kernel's file alone, not of the files whose functions it inlines, and stands beside the source,
-which an installed package may not write. So it gets a directory of ours, named by a hash of all kernel sources.
+Numba's own cache compares the age of a kernel's file alone, not of the files whose functions it inlines, and stands beside the
+source, which an installed package may not write. So it gets a directory of ours, named by a hash of all kernel sources.
 `NUMBA_CACHE_DIR`, where set, wins.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -20,16 +22,18 @@ def _cache_directory() -> Path:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     name = f"kernels-{digest.hexdigest()[:16]}"
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
     try:
-        (home / name).mkdir(parents=True, exist_ok=True)
-        if os.access(home / name, os.W_OK):
-            return home / name
-    except OSError:
+        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / name
+        path.mkdir(parents=True, exist_ok=True)
+        if os.access(path, os.W_OK):
+            return path
+    except (OSError, RuntimeError):  # no home, or none that can be written
         pass
     # Compiled code is executed: nobody else may be able to put some there. A directory that this process alone uses costs a
     # compilation at every start, which only users without a home directory pay.
-    return Path(tempfile.mkdtemp(prefix="headrace-"))
+    private = tempfile.mkdtemp(prefix="headrace-kernels-")
+    atexit.register(shutil.rmtree, private, ignore_errors=True)
+    return Path(private)
 
 
 if "NUMBA_CACHE_DIR" not in os.environ:
