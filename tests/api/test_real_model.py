@@ -1,0 +1,157 @@
+"""What only a real model shows: words that stop it, characters across tokens, biases, its own end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api.tokenizer import TextTokenizer
+from tests.api.live_server import LiveServer, sse_events
+
+GREEDY = {"temperature": 0, "max_tokens": 16}
+PROMPTS = [
+    "The capital of France is",
+    "1, 2, 3, 4,",
+    "Translate to Japanese: good morning ->",
+    "Emoji of a rocket, a star and a heart: 🚀",
+    "def fibonacci(n):",
+    "naïve café —",
+]
+
+
+@pytest.fixture(scope="module")
+def server(smollm2_gguf: Path) -> Iterator[LiveServer]:
+    engine = ("--max-model-len", "512", "--num-gpu-blocks-override", "200", "--max-num-seqs", "16", "--dtype", "float32")
+    with LiveServer(smollm2_gguf, engine, ("--enable-prompt-tokens-details",), name="smollm2") as server:
+        yield server
+
+
+def ask(server: LiveServer, prompt: Any, **fields: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt, **GREEDY, **fields}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    return choice
+
+
+def stream(server: LiveServer, prompt: Any, **fields: Any) -> tuple[str, str]:
+    """The text that a stream's chunks add up to, and how it ended."""
+    body = {"prompt": prompt, **GREEDY, "stream": True, **fields}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as answer:
+        parts = [event["choices"][0] for event in sse_events(list(answer.iter_lines()))[:-1]]
+    return "".join(part["text"] for part in parts), parts[-1]["finish_reason"]
+
+
+def test_it_knows_what_it_learnt(server: LiveServer) -> None:
+    assert ask(server, PROMPTS[0])["text"].startswith(" Paris")
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_streamed_and_whole_agree(server: LiveServer, prompt: str) -> None:
+    whole = ask(server, prompt)
+    assert stream(server, prompt) == (whole["text"], whole["finish_reason"])
+    sampled = {"temperature": 1.0, "seed": 17}
+    assert stream(server, prompt, **sampled)[0] == ask(server, prompt, **sampled)["text"]
+
+
+@pytest.mark.parametrize("span", [2, 3])
+def test_a_stop_string_across_tokens(server: LiveServer, tokenizer: TextTokenizer, span: int) -> None:
+    free = ask(server, PROMPTS[1], return_token_ids=True)
+    pieces = [tokenizer.decode([token_id]) for token_id in free["token_ids"]]
+    first = pieces[4 : 4 + span]
+    stop = first[0][-1:] + "".join(first[1:-1]) + first[-1][:1]
+    cut = free["text"].index(stop)
+    choice = ask(server, PROMPTS[1], stop=stop)
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (free["text"][:cut], "stop", stop)
+    assert ask(server, PROMPTS[1], stop=stop, include_stop_str_in_output=True)["text"] == free["text"][: cut + len(stop)]
+    assert stream(server, PROMPTS[1], stop=stop) == (free["text"][:cut], "stop")
+
+
+def test_characters_across_tokens_come_whole(server: LiveServer, tokenizer: TextTokenizer) -> None:
+    """The model is led along an emoji's bytes: no delta ever shows half of it."""
+    emoji = tokenizer.encode("🚀")
+    assert len(emoji) > 1
+    fields = {"allowed_token_ids": emoji, "max_tokens": 12, "temperature": 1.0, "seed": 4, "return_token_ids": True}
+    whole = ask(server, "Launch:", **fields)
+    assert whole["text"] == tokenizer.decode(whole["token_ids"])
+    assert stream(server, "Launch:", **fields)[0] == whole["text"]
+
+
+def test_a_prompt_that_ends_inside_a_character(server: LiveServer, tokenizer: TextTokenizer) -> None:
+    token_ids = tokenizer.encode("Launch 🚀")
+    cut = token_ids[:-1]
+    assert tokenizer.decode(cut).endswith("\ufffd")
+    fields = {"allowed_token_ids": [token_ids[-1]], "max_tokens": 1}
+    assert ask(server, cut, **fields)["text"] == "🚀"
+    assert stream(server, cut, **fields)[0] == "🚀"
+    assert ask(server, cut, **fields, echo=True)["text"] == "Launch 🚀"
+    assert stream(server, cut, **fields, echo=True)[0] == "Launch 🚀"
+
+
+def test_stop_tokens_of_the_request(server: LiveServer, tokenizer: TextTokenizer) -> None:
+    free = ask(server, PROMPTS[1], return_token_ids=True)
+    stop = free["token_ids"][5]
+    length = free["token_ids"].index(stop)
+    choice = ask(server, PROMPTS[1], stop_token_ids=[stop], return_token_ids=True)
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert choice["token_ids"] == free["token_ids"][: length + 1]
+    assert choice["text"] == tokenizer.decode(free["token_ids"][:length])
+    shown = ask(server, PROMPTS[1], stop_token_ids=[stop], include_stop_str_in_output=True)
+    assert shown["text"] == tokenizer.decode(free["token_ids"][: length + 1])
+
+
+def test_the_models_own_end(server: LiveServer) -> None:
+    """A short chat answer ends with the end-of-turn token, which is not shown."""
+    body = {"messages": [{"role": "user", "content": "Say only: yes"}], "temperature": 0, "max_tokens": 200}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+    assert "<|im_end|>" not in choice["message"]["content"]
+    longer = httpx.post(
+        f"{server.url}/v1/chat/completions", json={**body, "max_tokens": 80, "ignore_eos": True}, timeout=120
+    ).json()
+    assert longer["usage"]["completion_tokens"] == 80
+
+
+def test_min_tokens_hold_the_end_back(server: LiveServer) -> None:
+    body = {"messages": [{"role": "user", "content": "Say only: yes"}], "temperature": 0, "max_tokens": 200}
+    first = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()["usage"]["completion_tokens"]
+    least = first + 10
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "min_tokens": least}, timeout=120).json()
+    assert answer["usage"]["completion_tokens"] > least
+
+
+def test_biases(server: LiveServer, tokenizer: TextTokenizer) -> None:
+    (paris,) = tokenizer.encode(" Paris")
+    (london,) = tokenizer.encode(" London")
+    assert ask(server, PROMPTS[0], max_tokens=1, logit_bias={str(london): 100})["text"] == " London"
+    assert ask(server, PROMPTS[0], max_tokens=1, allowed_token_ids=[london])["text"] == " London"
+    assert ask(server, PROMPTS[0], max_tokens=1, bad_words=["Paris"])["text"] != tokenizer.decode([paris])
+
+
+def test_logprobs_are_a_distribution(server: LiveServer) -> None:
+    choice = ask(server, PROMPTS[0], max_tokens=4, logprobs=20)
+    for own, top in zip(choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"], strict=True):
+        assert own == max(top.values()) <= 0
+        assert len(top) == 20
+
+
+def test_scores_of_a_prompt_are_those_of_its_generation(server: LiveServer) -> None:
+    """The logprob of a token is the same whether it was sampled or stood in the prompt."""
+    made = ask(server, PROMPTS[0], max_tokens=8, logprobs=0)
+    scored = ask(server, PROMPTS[0] + made["text"], echo=True, max_tokens=0, logprobs=0)
+    assert scored["logprobs"]["tokens"][-8:] == made["logprobs"]["tokens"]
+    assert scored["logprobs"]["token_logprobs"][-8:] == pytest.approx(made["logprobs"]["token_logprobs"], abs=1e-3)
+
+
+def test_cached_prompt_tokens_are_told(server: LiveServer) -> None:
+    prompt = list(range(1000, 1100))
+    body = {"prompt": prompt, "max_tokens": 1, "cache_salt": "once"}
+    first, second = (httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert second["prompt_tokens_details"] == {"cached_tokens": 96}
+    other = httpx.post(f"{server.url}/v1/completions", json={**body, "cache_salt": "other"}, timeout=120).json()
+    assert other["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
