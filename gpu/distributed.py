@@ -46,9 +46,9 @@ class TensorParallelGroup:
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         """[size, *x.shape]"""
-        gathered = torch.empty(self.size * x.shape[0], *x.shape[1:], dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(gathered, x.contiguous())
-        return gathered.view(self.size, *x.shape)
+        gathered = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
+        dist.all_gather(list(gathered), x.contiguous())
+        return gathered
 
     def close(self) -> None:
         if self.size > 1 and dist.is_initialized():
