@@ -222,8 +222,9 @@ class MultiprocExecutor(Executor):
 
     def submit(self, plan: SchedulerOutput) -> None:
         self._check_started()
+        command = Execute(encode(plan))
         self._steps.append(plan.step)
-        self._send(Execute(encode(plan)))
+        self._send(command)
 
     def collect(self) -> ModelRunnerOutput:
         self.check_health()
