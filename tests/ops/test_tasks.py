@@ -190,3 +190,19 @@ def test_where_redis_is_away_a_task_does_nothing(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(tasks, "process_bus", lambda: bus)
         every = (tasks.reap_api_servers, tasks.bury_engines, tasks.expire_records, tasks.roll_usage)
         assert [task() for task in every] == [0, 0, 0, 0]
+
+
+def test_upkeep_goes_on_after_redis_was_away() -> None:
+    server = RedisServer(None, "--appendonly", "yes", "--appendfsync", "always")
+    try:
+        with World(server.url, MODEL) as world, worker(server.url):
+            world.engine()
+            for outages in (0, 1):
+                line = {"day": 20_000, "tenant": "t", "reason": "stop", "prompt_tokens": 1, "cached_tokens": 0, "output_tokens": 1}
+                world.raw.xadd(keys.usage(MODEL), line)
+                wait_until(lambda: world.raw.xlen(keys.usage(MODEL)) == 0, 60)
+                assert usage_rows(world.bus)[0].totals.requests == outages + 1
+                server.kill()
+                server.start()
+    finally:
+        server.stop()
