@@ -1,0 +1,194 @@
+"""compose.yaml: each role gets along with its rights in Redis and has no more; the stack starts, chats and stops in Docker."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+import yaml
+
+from tests.redis_server import embedded_valkey
+
+REPOSITORY = Path(__file__).parents[2]
+ROLES = ("admin", "api", "engine", "worker")
+
+
+@contextlib.contextmanager
+def running(command: list[str], log: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is asked to end, and ends."""
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, env={**os.environ, **variables}, stdout=output, stderr=output) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            finally:
+                process.kill()
+
+
+def until(condition: Callable[[], Any], seconds: float, log: Path | None = None) -> Any:
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(redis.exceptions.ConnectionError, httpx.TransportError):
+            if found := condition():
+                return found
+        assert time.monotonic() < deadline, log.read_text() if log else "too late"
+        time.sleep(0.05)  # between looks at other processes
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The Redis of compose.yaml, started by its own script; the URL of each user."""
+    folder = tmp_path_factory.mktemp("guarded-redis")
+    (folder / "bin").mkdir()
+    (folder / "bin" / "redis-server").symlink_to(embedded_valkey())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    passwords = {f"REDIS_{role.upper()}_PASSWORD": f"{role}-password" for role in ROLES}
+    environment = {**passwords, "REDIS_DATA": str(folder), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    script = ["sh", str(REPOSITORY / "ops/docker/redis.sh"), "--port", str(port), "--bind", "127.0.0.1"]
+    urls = {role: f"redis://{role}:{role}-password@127.0.0.1:{port}/0" for role in ROLES}
+    with running(script, folder / "log", **environment):
+        with redis.Redis.from_url(urls["admin"]) as client:
+            until(client.ping, 10, folder / "log")
+        yield {**urls, "stranger": f"redis://127.0.0.1:{port}/0", "health": f"redis://health:any@127.0.0.1:{port}/0"}
+
+
+def test_every_role_does_its_work_with_its_own_rights(guarded: dict[str, str], smollm2_gguf: Path, tmp_path: Path) -> None:
+    role = [sys.executable, "-P", "-m", "ops.cli"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    engine = [*role, "engine", str(smollm2_gguf), "--load-format", "null", "--served-model-name", "a model: {x}"]
+    with (
+        running(engine, tmp_path / "engine", HEADRACE_REDIS_URL=guarded["engine"], HEADRACE_NULL_RUNNER="step_seconds=0.02"),
+        running([*role, "api", "--port", port], tmp_path / "api", HEADRACE_REDIS_URL=guarded["api"]),
+        running([*role, "worker"], tmp_path / "worker", HEADRACE_REDIS_URL=guarded["worker"]),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
+    ):
+        until(lambda: client.get("/ready").status_code == 200, 30, tmp_path / "api")
+        assert client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 4}).status_code == 200
+        body = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            (live,) = answer(guarded["api"], "ps")
+            (aborted,) = answer(guarded["api"], "abort", live["id"])
+            assert aborted["state"] == "ended" and aborted["output_tokens"] > 0
+        assert len(answer(guarded["api"], "engines")) == len(answer(guarded["engine"], "engines")) == 1
+        with redis.Redis.from_url(guarded["admin"]) as admin:
+            usage = "headrace:{a model: %7Bx%7D}:usage"
+            until(lambda: admin.xlen(usage) == 0, 20, tmp_path / "worker")
+            assert admin.acl_log() == [], "nobody was refused anything"
+        (used,) = answer(guarded["worker"], "usage")
+        assert used["requests"] == 2
+    for name in ("engine", "api", "worker"):
+        assert "Traceback" not in (tmp_path / name).read_text(), (tmp_path / name).read_text()
+
+
+def answer(redis_url: str, *arguments: str) -> Any:
+    command = [sys.executable, "-P", "-m", "ops.cli", *arguments, "--json"]
+    done = subprocess.run(command, env={**os.environ, "HEADRACE_REDIS_URL": redis_url}, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("user", "command"),
+    [
+        ("stranger", ("PING",)),
+        ("health", ("GET", "headrace:models")),
+        ("api", ("FLUSHALL",)),
+        ("api", ("CONFIG", "GET", "*")),
+        ("api", ("KEYS", "*")),
+        ("api", ("ACL", "LIST")),
+        ("api", ("XADD", "headrace:{m}:journal:0:1", "*", "a", "b")),
+        ("api", ("SET", "headrace:{m}:tokenizer:x", "y")),
+        ("api", ("LPUSH", "headrace:celery:upkeep", "x")),
+        ("engine", ("SHUTDOWN",)),
+        ("engine", ("SET", "headrace:api:{1}", "x")),
+        ("engine", ("DEL", "headrace:{m}:usage:days")),
+        ("engine", ("SET", "elsewhere", "x")),
+        ("worker", ("XADD", "headrace:{m}:journal:0:1", "*", "a", "b")),
+        ("worker", ("SET", "headrace:{m}:tokenizer:x", "y")),
+        ("worker", ("PUBLISH", "elsewhere", "x")),
+        ("worker", ("SCRIPT", "FLUSH")),
+    ],
+)
+def test_a_role_may_not_do_what_is_not_its_work(guarded: dict[str, str], user: str, command: tuple[str, ...]) -> None:
+    with redis.Redis.from_url(guarded[user]) as client:
+        with pytest.raises((redis.exceptions.NoPermissionError, redis.exceptions.AuthenticationError)):
+            client.execute_command(*command)
+
+
+def test_every_service_restarts_and_is_watched() -> None:
+    services = yaml.safe_load((REPOSITORY / "compose.yaml").read_text())["services"]
+    assert set(services) == {"redis", "api", "engine", "engine-gpu", "worker"}
+    for name, service in services.items():
+        assert service["restart"] == "unless-stopped" and "healthcheck" in service, name
+    published = {name: service["ports"] for name, service in services.items() if "ports" in service}
+    assert published == {"api": ["${HEADRACE_PUBLISH:-127.0.0.1:8000}:8000"]}, "Redis is not published, the API on loopback alone"
+
+
+def compose(*arguments: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+    command = ["docker", "compose", "--project-directory", str(REPOSITORY), "-p", "headrace-test", *arguments]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = f"127.0.0.1:{probe.getsockname()[1]}"
+    environment = {**os.environ, "HEADRACE_PUBLISH": os.environ.get("HEADRACE_PUBLISH", free)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.docker
+def test_the_stack_starts_chats_and_stops() -> None:
+    try:
+        compose("up", "--build", "--wait", "--detach", timeout=3000)
+        address = compose("port", "api", "8000").stdout.strip()
+        client = httpx.Client(base_url=f"http://{address}", timeout=120)
+        body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 16, "temperature": 0}
+        chat = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+        assert "Paris" in chat["choices"][0]["message"]["content"] and chat["model"] == "SmolLM2-135M-Instruct"
+        listed = json.loads(compose("exec", "api", "headrace", "ps", "-a", "--json").stdout)
+        assert [(request["reason"], request["output_tokens"]) for request in listed] == [
+            (chat["choices"][0]["finish_reason"], chat["usage"]["completion_tokens"])
+        ]
+        (engine,) = json.loads(compose("exec", "api", "headrace", "engines", "--json").stdout)
+        compose("kill", "--signal", "KILL", "engine")
+        until(lambda: client.get("/health").status_code == 503, 30)
+        until(lambda: client.get("/health").status_code == 200, 180)
+        assert client.post("/v1/chat/completions", json=body).raise_for_status().json()["choices"] == chat["choices"]
+        (replaced,) = json.loads(compose("exec", "api", "headrace", "engines", "--json").stdout)
+        assert replaced["incarnation"] > engine["incarnation"]
+    except BaseException:
+        print(subprocess.run(["docker", "compose", "-p", "headrace-test", "logs"], capture_output=True, text=True).stdout)
+        raise
+    finally:
+        compose("down", "--timeout", "60")
+    remaining = [
+        "docker",
+        "ps",
+        "--all",
+        "--filter",
+        "label=com.docker.compose.project=headrace-test",
+        "--format",
+        "{{.Names}} {{.Status}}",
+    ]
+    assert subprocess.run(remaining, capture_output=True, text=True).stdout == ""
