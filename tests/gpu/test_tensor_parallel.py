@@ -19,10 +19,11 @@ SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=1000)
 FULL = SamplingParams(temperature=0.0, logprobs=-1, prompt_logprobs=0, max_tokens=1000)
 
 
-def run_case(
-    folder: str, prompts: list[list[int]], num_tokens: int, group: TensorParallelGroup
-) -> tuple[list[list[int]], bytes, int]:
-    """(output tokens by row, the bits of all logprobs reported, weight bytes)."""
+Case = tuple[str, list[list[int]], int]  # model directory, prompts, output tokens each
+Result = tuple[list[list[int]], bytes, int]  # output tokens by row, the bits of all logprobs reported, weight bytes
+
+
+def run_case(folder: str, prompts: list[list[int]], num_tokens: int, group: TensorParallelGroup) -> Result:
     runner = make_runner(make_config(folder), group, num_blocks=200)
     driver = Driver(runner, num_blocks=200)
     for row, prompt in enumerate(prompts):
@@ -32,21 +33,22 @@ def run_case(
     return [outputs[row] for row in range(len(prompts))], b"".join(bits), runner.model.weight_bytes
 
 
-def run_rank(rank: int, size: int, store: str, answers: Connection, arguments: tuple) -> None:
+def run_rank(rank: int, size: int, store: str, answers: Connection, cases: list[Case]) -> None:
     try:
         group = init_group(rank, size, f"file://{store}")
-        answers.send(run_case(*arguments, group))
+        answers.send([run_case(*case, group) for case in cases])
         group.close()
     except BaseException:
         answers.send(traceback.format_exc())
 
 
-def run_ranks(size: int, tmp_path: Path, *arguments: object) -> list[tuple[list[list[int]], bytes, int]]:
+def run_ranks(size: int, tmp_path: Path, cases: list[Case]) -> list[list[Result]]:
+    """By rank, then by case; the processes serve all cases, because starting them is what takes the time."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(size):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=run_rank, args=(rank, size, str(tmp_path / f"store-{size}"), sender, arguments))
+        process = context.Process(target=run_rank, args=(rank, size, str(tmp_path / f"store-{size}"), sender, cases))
         process.start()
         sender.close()
         pipes.append(receiver)
@@ -64,32 +66,30 @@ def run_ranks(size: int, tmp_path: Path, *arguments: object) -> list[tuple[list[
     return answers
 
 
-@pytest.mark.parametrize("name", ["llama-tied-bias", "qwen3"])
-def test_two_ranks_equal_one(tmp_path, name):
-    save_model(name, tmp_path / "model")
+def test_two_ranks_equal_one(tmp_path):
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, 300, length).tolist() for length in (70, 9, 40)]
-    arguments = (str(tmp_path / "model"), prompts, 12)
-    tokens, bits, weight_bytes = run_case(*arguments, TensorParallelGroup())
-    first, second = run_ranks(2, tmp_path, *arguments)
-    assert first[0] == second[0] == tokens
-    assert first[1] == second[1], "every rank has the same logits, bit for bit"
-    np.testing.assert_allclose(np.frombuffer(first[1], np.float32), np.frombuffer(bits, np.float32), atol=1e-4)
-    assert weight_bytes / 2 < first[2] < 0.6 * weight_bytes, "norms are on both ranks, everything else on one"
+    cases: list[Case] = [(str(tmp_path / name), prompts, 12) for name in ("llama-tied-bias", "qwen3")]
+    for folder, _, _ in cases:
+        save_model(Path(folder).name, Path(folder))
+    ranks = run_ranks(2, tmp_path, cases)
+    for case, first, second in zip(cases, *ranks, strict=True):
+        tokens, bits, weight_bytes = run_case(*case, TensorParallelGroup())
+        assert first[0] == second[0] == tokens
+        assert first[1] == second[1], "every rank has the same logits, bit for bit"
+        np.testing.assert_allclose(np.frombuffer(first[1], np.float32), np.frombuffer(bits, np.float32), atol=1e-4)
+        assert weight_bytes / 2 < first[2] < 0.6 * weight_bytes, "norms are on both ranks, everything else on one"
 
 
 def test_three_ranks_of_smollm2_whose_vocabulary_and_heads_they_share(tmp_path, smollm2_hf):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_hf)
-    prompts = tokenizer(["The capital of France is", "def fibonacci(n):", "Once upon a time, in a village by the sea,"])[
-        "input_ids"
-    ]
-    arguments = (str(smollm2_hf), prompts, 6)
-    tokens, _, _ = run_case(*arguments, TensorParallelGroup())
-    ranks = run_ranks(3, tmp_path, *arguments)
-    assert [rank[0] for rank in ranks] == [tokens] * 3
-    assert ranks[0][1] == ranks[1][1] == ranks[2][1]
+    texts = ["The capital of France is", "def fibonacci(n):", "Once upon a time, in a village by the sea,"]
+    case: Case = (str(smollm2_hf), AutoTokenizer.from_pretrained(smollm2_hf)(texts)["input_ids"], 4)
+    tokens, _, _ = run_case(*case, TensorParallelGroup())
+    ranks = run_ranks(3, tmp_path, [case])
+    assert [result[0] for (result,) in ranks] == [tokens] * 3
+    assert ranks[0][0][1] == ranks[1][0][1] == ranks[2][0][1]
 
 
 def test_shards_cover_everything_once_also_where_they_are_uneven():
