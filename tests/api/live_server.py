@@ -22,10 +22,13 @@ MODEL = "tiny"
 
 
 class LiveServer:
-    """`engine` and `api`: command-line options of the two roles. Both are up when the constructor returns."""
+    """`engine` and `api`: command-line options of the two roles; `null`: settings of the null runner. Up when it is constructed."""
 
-    def __init__(self, model: Path, engine: tuple[str, ...] = (), api: tuple[str, ...] = (), name: str = MODEL) -> None:
+    def __init__(
+        self, model: Path, engine: tuple[str, ...] = (), api: tuple[str, ...] = (), name: str = MODEL, null: str = ""
+    ) -> None:
         self.name = name
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "HEADRACE_LOG_LEVEL": "warning", "HEADRACE_NULL_RUNNER": null}
         self.redis = RedisServer()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._model, self._engine_options, self._api_options = str(model), engine, api
@@ -38,9 +41,8 @@ class LiveServer:
             raise
 
     def _start(self, *arguments: str, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HEADRACE_LOG_LEVEL": "warning"}
         command = [sys.executable, "-m", "ops.cli", *arguments]
-        process = subprocess.Popen(command, env=environment, pass_fds=pass_fds, cwd=Path(__file__).parents[2])
+        process = subprocess.Popen(command, env=self._environment, pass_fds=pass_fds, cwd=Path(__file__).parents[2])
         self._processes.append(process)
         return process
 

@@ -12,14 +12,12 @@ import pytest
 from api.tokenizer import TextTokenizer
 from tests.api.live_server import LiveServer, sse_events
 
-GREEDY = {"temperature": 0, "max_tokens": 16}
+GREEDY = {"temperature": 0, "max_tokens": 10}
 PROMPTS = [
     "The capital of France is",
     "1, 2, 3, 4,",
     "Translate to Japanese: good morning ->",
-    "Emoji of a rocket, a star and a heart: 🚀",
-    "def fibonacci(n):",
-    "naïve café —",
+    "Emoji: 🚀 naïve café —",
 ]
 
 
@@ -105,21 +103,21 @@ def test_stop_tokens_of_the_request(server: LiveServer, tokenizer: TextTokenizer
 
 def test_the_models_own_end(server: LiveServer) -> None:
     """A short chat answer ends with the end-of-turn token, which is not shown."""
-    body = {"messages": [{"role": "user", "content": "Say only: yes"}], "temperature": 0, "max_tokens": 200}
+    body = {"messages": [{"role": "user", "content": "Say only: yes"}], "temperature": 0, "max_tokens": 60}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
     (choice,) = answer["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
     assert "<|im_end|>" not in choice["message"]["content"]
-    longer = httpx.post(
-        f"{server.url}/v1/chat/completions", json={**body, "max_tokens": 80, "ignore_eos": True}, timeout=120
-    ).json()
-    assert longer["usage"]["completion_tokens"] == 80
+    length = answer["usage"]["completion_tokens"] + 3
+    more = {**body, "max_tokens": length, "ignore_eos": True}
+    longer = httpx.post(f"{server.url}/v1/chat/completions", json=more, timeout=120).json()
+    assert longer["usage"]["completion_tokens"] == length
 
 
 def test_min_tokens_hold_the_end_back(server: LiveServer) -> None:
     body = {"messages": [{"role": "user", "content": "Say only: yes"}], "temperature": 0, "max_tokens": 200}
     first = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()["usage"]["completion_tokens"]
-    least = first + 10
+    least = first + 2
     answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "min_tokens": least}, timeout=120).json()
     assert answer["usage"]["completion_tokens"] > least
 

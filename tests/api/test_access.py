@@ -1,0 +1,92 @@
+"""Keys at the door, sizes of bodies, limits of the queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.api.conftest import KEYS
+from tests.api.live_server import LiveServer
+
+ALICE = {"Authorization": f"Bearer {KEYS['alice']}"}
+GUARDED = [
+    ("GET", "/v1/models"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/v1/requests"),
+    ("DELETE", "/v1/requests/x"),
+    ("GET", "/load"),
+    ("GET", "/openapi.json"),
+    ("GET", "/nowhere"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), GUARDED)
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic a2V5LWE="])
+def test_without_a_key(slow_server: LiveServer, method: str, path: str, header: str | None) -> None:
+    answer = httpx.request(method, slow_server.url + path, headers={"Authorization": header} if header else {})
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert answer.json() == {
+        "error": {"message": "Invalid or missing API key.", "type": "AuthenticationError", "param": None, "code": 401}
+    }
+
+
+@pytest.mark.parametrize("path", ["/health", "/live", "/ready", "/version", "/ping", "/metrics"])
+def test_probes_need_none(slow_server: LiveServer, path: str) -> None:
+    assert httpx.get(slow_server.url + path).status_code == 200
+
+
+def test_with_a_key(slow_server: LiveServer) -> None:
+    assert httpx.get(f"{slow_server.url}/v1/models", headers=ALICE).json()["data"][0]["id"] == "tiny"
+
+
+def chunks() -> Iterator[bytes]:
+    for _ in range(30):
+        yield b"x" * 10_000
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_bodies_that_are_too_large(slow_server: LiveServer, chunked: bool) -> None:
+    headers = {**ALICE, "Content-Type": "application/json"}
+    answer = httpx.post(f"{slow_server.url}/v1/completions", content=chunks() if chunked else b"x" * 100_001, headers=headers)
+    assert answer.status_code == 413
+    message = "The request body is larger than 100000 bytes."
+    assert answer.json()["error"]["message"] == message
+    assert answer.json()["error"]["code"] == 413
+
+
+async def test_a_full_queue_refuses_all_or_nothing(slow_server: LiveServer) -> None:
+    """24 choices are the limit: 20 are in, five more do not come in, not even four of them."""
+    async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as http:
+        body = {"prompt": ["fill"] * 20, "max_tokens": 1500}
+        filling = asyncio.create_task(http.post("/v1/completions", json=body))
+        while len((await http.get("/v1/requests")).json()["data"]) < 20:
+            await asyncio.sleep(0.01)  # until they are enqueued
+        for fields in ({"prompt": ["x"] * 5}, {"prompt": "x", "n": 5, "stream": True}):
+            refused = await http.post("/v1/completions", json={**fields, "max_tokens": 1})
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "1"
+            error = refused.json()["error"]
+            assert (error["type"], error["code"], error["param"]) == ("ServiceUnavailableError", 503, None)
+            assert "the limit is 24" in error["message"]
+        assert len((await http.get("/v1/requests")).json()["data"]) == 20
+        filling.cancel()
+        await asyncio.gather(filling, return_exceptions=True)
+        while (await http.get("/v1/requests")).json()["data"]:
+            await asyncio.sleep(0.01)  # until the disconnect has reached the engine
+    rejected = [line for line in httpx.get(f"{slow_server.url}/metrics").text.splitlines() if "admission_rejections_total{" in line]
+    assert any('reason="max_num_queued_reqs"' in line for line in rejected)
+
+
+async def test_comments_keep_a_silent_stream_alive(slow_server: LiveServer) -> None:
+    async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as http:
+        body = {"prompt": "x", "max_tokens": 40, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = [line async for line in answer.aiter_lines()]
+    assert ": keep-alive" in lines

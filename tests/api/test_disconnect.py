@@ -1,0 +1,70 @@
+"""Clients that go away: their requests end in the engine, whatever they were doing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import httpx
+import pytest
+
+from tests.api.conftest import KEYS
+from tests.api.live_server import LiveServer
+
+ALICE = {"Authorization": f"Bearer {KEYS['alice']}"}
+ABORT_SECONDS = 5.0  # far more than the two steps that it takes; the machine may be busy
+
+
+async def gone(http: httpx.AsyncClient, request_id: str) -> dict[str, object]:
+    """The request's record, once it has ended."""
+    deadline = time.monotonic() + ABORT_SECONDS
+    while True:
+        answer = await http.get(f"/v1/requests/{request_id}")
+        record: dict[str, object] = answer.json()
+        if answer.status_code == 200 and record["state"] == "ended":
+            return record
+        assert time.monotonic() < deadline, record
+        await asyncio.sleep(0.01)  # between looks
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_running_request(slow_server: LiveServer, stream: bool, endpoint: str) -> None:
+    request_id = f"leaves-{stream}-{endpoint[4]}"
+    prompt = {"prompt": "x"} if endpoint == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    body = {**prompt, "max_tokens": 1500, "stream": stream, "n": 2}
+    async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as leaving:
+            work = asyncio.create_task(leaving.post(endpoint, json=body, headers={"X-Request-Id": request_id}))
+            while (found := await http.get(f"/v1/requests/{request_id}")).status_code != 200 or found.json()["state"] != "running":
+                await asyncio.sleep(0.01)  # until the engine has it
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        record = await gone(http, request_id)
+    assert record["finish_reason"] == "abort"
+    assert isinstance(record["output_tokens"], int)
+    assert record["output_tokens"] < 2 * 1500
+
+
+async def test_nothing_is_left_after_many(slow_server: LiveServer) -> None:
+    """Clients that leave at every moment, from before the answer to the middle of it."""
+    async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as http:
+        for round in range(12):
+            async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as leaving:
+                body = {"prompt": "x", "max_tokens": 1500, "stream": round % 2 == 0}
+                works = [asyncio.create_task(leaving.post("/v1/completions", json=body)) for _ in range(6)]
+                await asyncio.sleep(0.004 * round)
+                for work in works:
+                    work.cancel()
+                await asyncio.gather(*works, return_exceptions=True)
+        deadline = time.monotonic() + ABORT_SECONDS
+        while (await http.get("/v1/requests")).json()["data"] or (await http.get("/load")).json()["server_load"]:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)  # until the last disconnect has reached the engine
+        metrics = (await http.get("/metrics")).text
+        while 'num_requests_running{engine="0",model_name="tiny"} 0.0' not in metrics:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)  # the engine's snapshot comes twice a second
+            metrics = (await http.get("/metrics")).text
+        assert 'kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0' in metrics
+        assert 'request_success_total{engine="0",finished_reason="abort",model_name="tiny"}' in metrics

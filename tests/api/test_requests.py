@@ -1,0 +1,136 @@
+"""/v1/requests: who sees what, and aborts that answer when they are done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.conftest import KEYS
+from tests.api.live_server import LiveServer, sse_events
+
+Running = tuple[str, asyncio.Task[list[str]]]
+LONG = {"prompt": "on and on", "max_tokens": 1500}
+
+
+def client(server: LiveServer, who: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=server.url, headers={"Authorization": f"Bearer {KEYS[who]}"}, timeout=60)
+
+
+@asynccontextmanager
+async def running(
+    server: LiveServer, who: str, request_id: str, **fields: Any
+) -> AsyncIterator[tuple[str, asyncio.Task[list[str]]]]:
+    """A stream of `who` that has begun; its internal id, and a task that reads it to its end."""
+    async with client(server, who) as http:
+        body = {**LONG, "stream": True, **fields}
+        async with http.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": request_id}) as answer:
+            assert answer.status_code == 200
+            lines = answer.aiter_lines()
+            first = await anext(lines)
+
+            async def read() -> list[str]:
+                return [first, *[line async for line in lines]]
+
+            reading = asyncio.create_task(read())
+            yield answer.headers["x-headrace-request-id"], reading
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+
+async def listed(server: LiveServer, who: str, **query: str) -> list[dict[str, Any]]:
+    async with client(server, who) as http:
+        answer = await http.get("/v1/requests", params=query)
+        assert answer.status_code == 200
+        data: list[dict[str, Any]] = answer.json()["data"]
+        return data
+
+
+async def test_a_tenant_sees_its_own_an_admin_everybodys(slow_server: LiveServer) -> None:
+    async with running(slow_server, "alice", "a-1") as (alices, _), running(slow_server, "bob", "b-1") as (bobs, _):
+        assert [request["id"] for request in await listed(slow_server, "alice")] == [alices]
+        assert [request["id"] for request in await listed(slow_server, "bob")] == [bobs]
+        assert {alices, bobs} <= {request["id"] for request in await listed(slow_server, "ops")}
+        for who, status in (("alice", 200), ("ops", 200), ("bob", 404)):
+            async with client(slow_server, who) as http:
+                assert (await http.get(f"/v1/requests/{alices}")).status_code == status
+        async with client(slow_server, "bob") as http:
+            assert (await http.delete(f"/v1/requests/{alices}")).status_code == 404
+
+
+async def test_what_is_told_of_a_request(slow_server: LiveServer) -> None:
+    async with running(slow_server, "alice", "told", n=2) as (internal, _), client(slow_server, "alice") as http:
+        request = (await http.get("/v1/requests/told")).json()
+        assert (request["id"], request["external_id"], request["tenant"], request["model"]) == (internal, "told", "alice", "tiny")
+        assert (request["state"], request["endpoint"], request["stream"], request["n"]) == ("running", "/v1/completions", True, 2)
+        assert request["times"]["enqueued"] <= request["times"]["scheduled"]
+        assert request["times"]["finished"] is None
+        assert "on and on" not in str(request)
+
+
+@pytest.mark.parametrize(("method", "suffix"), [("POST", "/cancel"), ("DELETE", "")])
+async def test_an_abort_answers_with_what_was_made(slow_server: LiveServer, method: str, suffix: str) -> None:
+    async with running(slow_server, "alice", f"abort-{method}") as (internal, reading):
+        async with client(slow_server, "alice") as http:
+            answer = await http.request(method, f"/v1/requests/cmpl-abort-{method}{suffix}")
+            told = answer.json()
+            assert (answer.status_code, told["id"], told["cancelled"]) == (200, internal, True)
+            assert (told["state"], told["finish_reason"]) == ("ended", "abort")
+            assert 1 <= told["output_tokens"] < 1500
+            again = (await http.request(method, f"/v1/requests/{internal}{suffix}")).json()
+            assert (again["cancelled"], again["output_tokens"]) == (False, told["output_tokens"])
+        events = sse_events(await reading)
+        assert events[-1] == "[DONE]"
+        assert events[-2]["choices"][0]["finish_reason"] == "abort"
+
+
+async def test_an_abort_of_a_whole_answer_returns_the_part(slow_server: LiveServer) -> None:
+    async with client(slow_server, "alice") as http, client(slow_server, "ops") as ops:
+        headers = {"X-Request-Id": "whole"}
+        work = asyncio.create_task(http.post("/v1/completions", json={**LONG, "n": 2}, headers=headers))
+        while (found := await ops.get("/v1/requests/whole")).status_code != 200 or found.json()["state"] != "running":
+            await asyncio.sleep(0.01)  # until the engine has it
+        told = (await ops.delete("/v1/requests/whole")).json()
+        answer = (await work).json()
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"abort"}
+    assert answer["usage"]["completion_tokens"] == told["output_tokens"]
+
+
+async def test_an_abort_of_a_request_that_waits(slow_server: LiveServer) -> None:
+    """Eight run, the ninth waits in Redis or in the engine's line: it ends without a token."""
+    async with client(slow_server, "alice") as http:
+        body = {"prompt": ["fill"] * 8, "max_tokens": 1500}
+        filling = asyncio.create_task(http.post("/v1/completions", json=body))
+        while len([r for r in await listed(slow_server, "alice") if r["state"] == "running"]) < 8:
+            await asyncio.sleep(0.01)  # until all slots are taken
+        waiting = asyncio.create_task(http.post("/v1/completions", json=LONG, headers={"X-Request-Id": "late"}))
+        while (await http.get("/v1/requests/late")).status_code != 200:
+            await asyncio.sleep(0.01)  # until it is enqueued
+        told = (await http.delete("/v1/requests/late")).json()
+        answer = (await waiting).json()
+        assert (told["state"], told["output_tokens"]) == ("ended", 0)
+        assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["text"]) == ("abort", "")
+        filling.cancel()
+        await asyncio.gather(filling, return_exceptions=True)
+        while await listed(slow_server, "alice"):
+            await asyncio.sleep(0.01)  # until the disconnect has reached the engine
+
+
+async def test_ended_requests_are_listed_when_asked_for(slow_server: LiveServer) -> None:
+    async with client(slow_server, "bob") as http:
+        await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Id": "over"})
+    assert "over" in {request["external_id"] for request in await listed(slow_server, "bob", state="ended")}
+    assert "over" in {request["external_id"] for request in await listed(slow_server, "bob", state="all", model="tiny")}
+    assert "over" not in {request["external_id"] for request in await listed(slow_server, "bob")}
+
+
+async def test_the_newest_of_several_with_one_id(slow_server: LiveServer) -> None:
+    async with client(slow_server, "alice") as http:
+        for _ in range(2):
+            last = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Id": "twice"})
+        found = (await http.get("/v1/requests/twice")).json()
+    assert found["id"] == last.headers["x-headrace-request-id"]
