@@ -104,7 +104,7 @@ class ModelRunner:
         sampled = self.sampler(logits, rows, self.batch)
         for place, reason in sampled.failed.items():
             output.failed_rows.setdefault(int(rows[place]), reason)
-        kept = slice(None)
+        kept: slice | np.ndarray = slice(None)
         if output.failed_rows:
             kept = ~np.isin(rows, list(output.failed_rows))
         output.rows, output.token_ids = rows[kept], sampled.token_ids[kept]

@@ -72,7 +72,7 @@ def _elements(cache: torch.Tensor) -> np.ndarray:
 
 
 @numba.njit(cache=True, nogil=True)
-def make_tiles(query_start, tile_tokens):  # type: ignore[no-untyped-def]
+def make_tiles(query_start, tile_tokens):
     """Runs of at most `tile_tokens` adjacent tokens of one request: [num_tiles, 2] int32 (request, first token)."""
     num_requests = len(query_start) - 1
     num_tiles = 0
@@ -91,7 +91,7 @@ def make_tiles(query_start, tile_tokens):  # type: ignore[no-untyped-def]
 @numba.njit(cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
 def _attend(
     out, query, key_cache, value_cache, block_tables, rows, query_start, context_lens, tiles, tile_tokens, scale, window, begin, end
-):  # type: ignore[no-untyped-def]
+):
     """Work items begin..end-1; item = tile * num_kv_heads + kv head."""
     num_heads, head_dim = query.shape[1], query.shape[2]
     num_kv_heads, block_size = key_cache.shape[1], key_cache.shape[3]
@@ -148,7 +148,7 @@ def _attend(
 
 
 @numba.njit(inline="always", fastmath={"contract"})
-def _dot_block(scores, query, keys):  # type: ignore[no-untyped-def]
+def _dot_block(scores, query, keys):
     """scores[t] = query . keys[:, t]; eight dimensions a pass, so that scores are loaded and stored once for eight products."""
     head_dim, block_size = keys.shape
     for t in range(block_size):
@@ -167,7 +167,7 @@ def _dot_block(scores, query, keys):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(inline="always", fastmath={"contract"})
-def _add_weighted(weighted, weights, values, low, high):  # type: ignore[no-untyped-def]
+def _add_weighted(weighted, weights, values, low, high):
     """weighted += sum of weights[t] * values[t] over low..high-1; four tokens a pass, for the same reason."""
     head_dim = values.shape[1]
     whole = low + (high - low) // 4 * 4

@@ -23,7 +23,7 @@ _SQRT_HALF = np.float32(0.707106781186547524)
 
 
 @numba.njit(cache=True, nogil=True)
-def exp_float32(x):  # type: ignore[no-untyped-def]
+def exp_float32(x):
     """e to the x, x clamped to [-87, 88]; NaN stays NaN."""
     x = min(max(x, _LOWEST), _HIGHEST) if x == x else x
     n = np.floor(x * _LOG2_E + _HALF)
@@ -40,7 +40,7 @@ def exp_float32(x):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def log_float32(x):  # type: ignore[no-untyped-def]
+def log_float32(x):
     """Natural logarithm of a positive normal float32; `reference.log_float32` does the same operations in the same order."""
     bits = np.float32(x).view(np.int32)
     exponent = np.int32((bits >> np.int32(23)) - np.int32(126))
@@ -63,13 +63,13 @@ def log_float32(x):  # type: ignore[no-untyped-def]
     return (f + y) + e * _LN2_HIGH
 
 
-def widen(x):  # type: ignore[no-untyped-def]
+def widen(x):
     """A stored element as float32: float32 itself, or the bits of a bfloat16 held as uint16."""
     raise NotImplementedError("for compiled code only")
 
 
 @overload(widen)
-def _widen(x):  # type: ignore[no-untyped-def]
+def _widen(x):
     if x == types.uint16:
         return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
     return lambda x: x

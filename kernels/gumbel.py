@@ -45,7 +45,7 @@ def gumbel_noise(seed: int, position: int, num_tokens: int) -> torch.Tensor:
 
 
 @numba.njit(cache=True, nogil=True)
-def _fill(noise, words, key, position, first):  # type: ignore[no-untyped-def]
+def _fill(noise, words, key, position, first):
     """Noise of tokens first..first+CHUNK-1, first a multiple of four; that of token first + j goes to noise[_place(j)].
 
     Word by word, not token by token: so both loops run in vector registers. words [CHUNK] uint32 is scratch.
@@ -76,12 +76,12 @@ def _fill(noise, words, key, position, first):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def _place(j):  # type: ignore[no-untyped-def]
+def _place(j):
     return j % 4 * QUADS + j // 4
 
 
 @numba.njit(cache=True, nogil=True)
-def _fill_all(noise, key, position):  # type: ignore[no-untyped-def]
+def _fill_all(noise, key, position):
     chunk = np.empty(CHUNK, np.float32)
     words = np.empty(CHUNK, np.uint32)
     for token in range(len(noise)):
@@ -91,7 +91,7 @@ def _fill_all(noise, key, position):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def _draw(drawn, logits, greedy, seeds, positions):  # type: ignore[no-untyped-def]
+def _draw(drawn, logits, greedy, seeds, positions):
     vocab = logits.shape[1]
     noise = np.empty(CHUNK, np.float32)
     words = np.empty(CHUNK, np.uint32)

@@ -27,7 +27,7 @@ def kv_write(
 
 
 @numba.njit(cache=True, nogil=True)
-def _write(key, value, key_cache, value_cache, slots):  # type: ignore[no-untyped-def]
+def _write(key, value, key_cache, value_cache, slots):
     num_kv_heads, head_dim, block_size = key_cache.shape[1:]
     for token in range(len(slots)):
         block, offset = divmod(slots[token], block_size)

@@ -39,7 +39,7 @@ def apply_penalties(
 
 
 @numba.njit(cache=True, nogil=True)
-def _apply(logits, token_ids, rows, num_prompt_tokens, num_tokens, presence, frequency, repetition):  # type: ignore[no-untyped-def]
+def _apply(logits, token_ids, rows, num_prompt_tokens, num_tokens, presence, frequency, repetition):
     # Counts are made anew for each row from its tokens: nothing to keep right through preemption, and cheap beside a forward pass.
     seen = np.zeros(logits.shape[1], np.bool_)
     counts = np.zeros(logits.shape[1], np.int32)  # in the output

@@ -6,7 +6,17 @@ import torch
 import torch.nn.functional as F
 
 
-def paged_attention(query, key_cache, value_cache, block_tables, rows, query_start, context_lens, scale, window):  # type: ignore[no-untyped-def]
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    rows: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
     """As `attention.paged_attention`; gathers one request's KV after the other."""
     out = torch.empty_like(query)
     starts, lengths = query_start.tolist(), context_lens.tolist()
@@ -33,7 +43,9 @@ def paged_attention(query, key_cache, value_cache, block_tables, rows, query_sta
     return out
 
 
-def kv_write(key, value, key_cache, value_cache, slots):  # type: ignore[no-untyped-def]
+def kv_write(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
     block_size = key_cache.shape[3]
     blocks, offsets = slots // block_size, slots % block_size
     key_cache[blocks, :, :, offsets] = key
@@ -63,7 +75,16 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def apply_penalties(logits, token_ids, rows, num_prompt_tokens, num_tokens, presence, frequency, repetition):  # type: ignore[no-untyped-def]
+def apply_penalties(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    rows: torch.Tensor,
+    num_prompt_tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+    repetition: torch.Tensor,
+) -> None:
     prompt_lens, lens = num_prompt_tokens.tolist(), num_tokens.tolist()
     for i, row in enumerate(rows.tolist()):
         tokens = token_ids[row, : lens[i]].long()

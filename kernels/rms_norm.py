@@ -34,7 +34,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
 # Reassociation lets the sum of squares run in vector lanes; the order depends on the row's length alone.
 @numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
-def _normalize(out, x, weight, epsilon):  # type: ignore[no-untyped-def]
+def _normalize(out, x, weight, epsilon):
     hidden = x.shape[1]
     for row in range(x.shape[0]):
         squares = np.float32(0.0)
@@ -46,7 +46,7 @@ def _normalize(out, x, weight, epsilon):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
-def _add_normalize(out, x, residual, weight, epsilon):  # type: ignore[no-untyped-def]
+def _add_normalize(out, x, residual, weight, epsilon):
     hidden = x.shape[1]
     for row in range(x.shape[0]):
         squares = np.float32(0.0)

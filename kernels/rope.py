@@ -22,7 +22,7 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> Non
 
 
 @numba.njit(cache=True, nogil=True)
-def _rotate(x, positions, cos_sin):  # type: ignore[no-untyped-def]
+def _rotate(x, positions, cos_sin):
     half = x.shape[2] // 2
     for token in range(x.shape[0]):
         angles = cos_sin[positions[token]]

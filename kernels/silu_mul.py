@@ -20,7 +20,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @numba.njit(cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
-def _gate(out, gate_up):  # type: ignore[no-untyped-def]
+def _gate(out, gate_up):
     intermediate = out.shape[1]
     for token in range(out.shape[0]):
         gates = gate_up[token, :intermediate]

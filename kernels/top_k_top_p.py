@@ -27,7 +27,7 @@ def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
 
 
 @numba.njit(cache=True, nogil=True)
-def _filter(logits, top_k, top_p):  # type: ignore[no-untyped-def]
+def _filter(logits, top_k, top_p):
     for i in range(logits.shape[0]):
         row = logits[i]
         if 0 < top_k[i] < len(row):
@@ -40,7 +40,7 @@ def _filter(logits, top_k, top_p):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def _kth_highest(row, k):  # type: ignore[no-untyped-def]
+def _kth_highest(row, k):
     """By a heap of the k highest so far, its smallest on top: one comparison for most of the vocabulary."""
     heap = np.full(k, _MINUS_INFINITY)
     for token in range(len(row)):
@@ -63,7 +63,7 @@ def _kth_highest(row, k):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def _keep_nucleus(row, top_p):  # type: ignore[no-untyped-def]
+def _keep_nucleus(row, top_p):
     """Takes the likeliest token off a heap until the nucleus is full: few are taken, so that nothing is sorted."""
     vocab = len(row)
     highest = row[0]
@@ -99,7 +99,7 @@ def _keep_nucleus(row, top_p):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def _sift_down(heap, size, hole, weights):  # type: ignore[no-untyped-def]
+def _sift_down(heap, size, hole, weights):
     """Restores the heap below `hole`: heavier tokens first, lower ids first among equals."""
     if size == 0:
         return
@@ -118,5 +118,5 @@ def _sift_down(heap, size, hole, weights):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def _heavier(a, b, weights):  # type: ignore[no-untyped-def]
+def _heavier(a, b, weights):
     return weights[a] > weights[b] or (weights[a] == weights[b] and a < b)

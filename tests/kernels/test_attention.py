@@ -100,16 +100,3 @@ def test_threads_change_nothing():
         assert torch.equal(paged_attention(*case, 0.125, 0), one)
     finally:
         cpu_threads.set_num_threads(1)
-
-
-def test_an_error_in_a_thread_reaches_the_caller():
-    def work(begin, end):
-        if begin > 0:
-            raise ValueError(f"item {begin}")
-
-    cpu_threads.set_num_threads(2)
-    try:
-        with pytest.raises(ValueError, match="item"):
-            cpu_threads.for_ranges(work, 8)
-    finally:
-        cpu_threads.set_num_threads(1)
