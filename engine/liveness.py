@@ -38,8 +38,8 @@ def claim_slot(model: str, info: EngineInfo, ttl: float = SLOT_TTL) -> Call[Clai
     claim: Call[ClaimedSlot] = Call(
         claimed,
         script("claim"),
-        (keys.slots(model), keys.incarnation(model), keys.slot(model), keys.slot_claim(model), keys.requests(model)),
-        (secrets.token_hex(8), milliseconds(ttl), keys.GROUP),
+        (keys.slots(model), keys.incarnation(model), keys.slot(model), keys.slot_claim(model)),
+        (secrets.token_hex(8), milliseconds(ttl)),
     )
     return Call(lambda _: claim, commands=(("SADD", keys.models(), model),))
 

@@ -1,18 +1,14 @@
 -- claim: the lowest free slot, under a new incarnation.
 --
--- KEYS slots, last incarnation, prefix of slots, prefix of claims, requests stream
--- ARGV nonce, time to live in ms, consumer group
+-- KEYS slots, last incarnation, prefix of slots, prefix of claims
+-- ARGV nonce, time to live in ms
 -- Answer: slot, incarnation.
 --
 -- An incarnation is Redis' clock in microseconds, and higher than all before it even where that clock was set back.
 -- Sent twice: the slot whose claim bears the same nonce is answered again.
 
-local SLOTS, LAST, SLOT, CLAIM, REQUESTS = unpack(KEYS)
-local nonce, ttl, group = unpack(ARGV)
-
-if redis.call('EXISTS', REQUESTS) == 0 then
-  redis.call('XGROUP', 'CREATE', REQUESTS, group, '0', 'MKSTREAM')
-end
+local SLOTS, LAST, SLOT, CLAIM = unpack(KEYS)
+local nonce, ttl = unpack(ARGV)
 
 local function new_incarnation()
   local time = redis.call('TIME')
