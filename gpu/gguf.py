@@ -23,6 +23,22 @@ _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 # metadata value type -> struct format
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+# fields that are used here and their types; of an array, the type of its items
+_FIELD_TYPES: dict[str, type | tuple[type]] = {
+    "general.architecture": str,
+    "general.type": str,
+    "general.alignment": int,
+    "split.count": int,
+    "tokenizer.chat_template": str,
+    "tokenizer.ggml.model": str,
+    "tokenizer.ggml.pre": str,
+    "tokenizer.ggml.tokens": (str,),
+    "tokenizer.ggml.merges": (str,),
+    "tokenizer.ggml.scores": (float,),
+    "tokenizer.ggml.token_type": (int,),
+    **{f"tokenizer.ggml.{kind}_token_id": int for kind in ("bos", "eos", "eot", "eom", "unknown", "padding")},
+    **{f"tokenizer.ggml.{flag}": bool for flag in ("add_bos_token", "add_eos_token", "add_space_prefix")},
+}
 
 
 @dataclass(frozen=True)
@@ -81,8 +97,8 @@ class GGUFFile:
     @property
     def architecture(self) -> str:
         """llama.cpp's name of the architecture, which also begins the keys of its metadata."""
-        name = self.metadata.get("general.architecture")
-        if not isinstance(name, str):
+        name: str | None = self.metadata.get("general.architecture")
+        if name is None:
             raise CheckpointError(f"{self.path} does not say its architecture (general.architecture)")
         return name
 
@@ -128,14 +144,25 @@ class GGUFFile:
             except ValueError as error:
                 raise CheckpointError(f"the header of {self.path} is damaged: {error}") from None
             header_bytes = cursor.position
+        self._check_types(metadata)
         alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise CheckpointError(f"the header of {self.path} is damaged: alignment {alignment!r}")
+        if alignment < 1:
+            raise CheckpointError(f"the header of {self.path} is damaged: alignment {alignment}")
         data_start = -(-header_bytes // alignment) * alignment
         tensors = {}
         for name, shape, type_number, offset in table:
             tensors[name] = TensorInfo(name, shape, _tensor_type(type_number, name, self.path), data_start + offset)
         return metadata, tensors, header_bytes
+
+    def _check_types(self, metadata: dict[str, Any]) -> None:
+        for key, expected in _FIELD_TYPES.items():
+            value = metadata.get(key)
+            if isinstance(expected, tuple):
+                right = isinstance(value, list) and all(type(item) is expected[0] for item in value)
+            else:
+                right = type(value) is expected
+            if value is not None and not right:
+                raise CheckpointError(f"the metadata of {self.path} has a {key} of the wrong type")
 
     def _check_extent(self) -> None:
         for tensor in self.tensors.values():

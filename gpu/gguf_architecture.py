@@ -112,8 +112,8 @@ def end_token_ids(file: GGUFFile) -> list[int]:
     """
     metadata = file.metadata
     named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    found = [token for token in named if token is not None]
     tokens, template = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.chat_template", "")
+    found = [token for token in named if token is not None and token < len(tokens)]
     found += [tokens.index(token) for token in _END_OF_TURN if token in template and token in tokens]
     return list(dict.fromkeys(found))
 

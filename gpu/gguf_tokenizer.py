@@ -85,7 +85,7 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
 def special_token(file: GGUFFile, kind: str) -> str | None:
     """The text of the `kind` token ("bos", "eos", "unknown", "padding", ...), if the file names one."""
     tokens, number = file.metadata.get("tokenizer.ggml.tokens", []), file.metadata.get(f"tokenizer.ggml.{kind}_token_id")
-    return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
+    return tokens[number] if number is not None and 0 <= number < len(tokens) else None
 
 
 def adds_bos(file: GGUFFile) -> bool:
@@ -143,7 +143,7 @@ def _merges_from_scores(file: GGUFFile) -> list[tuple[str, str]]:
     SentencePiece joins the pair whose result has the highest score; a merge list in that order does the same.
     """
     tokens, scores = file.metadata["tokenizer.ggml.tokens"], file.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    if scores is None or len(scores) != len(tokens):
         raise CheckpointError(f"{file.path} has neither tokenizer merges nor a score for each token")
     rank = {token: index for index, token in enumerate(tokens)}
     merges = []

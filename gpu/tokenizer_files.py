@@ -64,18 +64,14 @@ def _from_directory(folder: Path) -> TokenizerFiles:
     tokenizer = _read_tokenizer(folder)
     config = _tokenizer_config(folder)
     generation = _read_json(folder / "generation_config.json")
-    eos = _with_id(tokenizer, config.get("eos_token"))
-    named = generation.get("eos_token_id")
-    if named is None:
-        named = _read_json(folder / "config.json").get("eos_token_id")
-    ends = [*([eos[1]] if eos else []), *(named if isinstance(named, list) else [] if named is None else [named])]
+    ends = _end_token_ids(folder, tokenizer, config.get("eos_token"), generation)
     template = _chat_template(folder, config.pop("chat_template", None))
     return TokenizerFiles(
         tokenizer_json=tokenizer.to_str(),
         chat_template=template,
         bos_token=config.get("bos_token"),
         eos_token=config.get("eos_token"),
-        eos_token_ids=list(dict.fromkeys(ends)),
+        eos_token_ids=ends,
         generation_config=generation,
         add_bos=_adds(tokenizer, config.get("bos_token")),
         tokenizer_config=config,
@@ -126,11 +122,15 @@ def _chat_template(folder: Path, configured: Any) -> str | None:
     return configured if isinstance(configured, str) else None
 
 
-def _with_id(tokenizer: Tokenizer, token: str | None) -> tuple[str, int] | None:
-    if token is None:
-        return None
-    number = tokenizer.token_to_id(token)
-    return None if number is None else (token, number)
+def _end_token_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None, generation: dict[str, Any]) -> list[int]:
+    """The tokenizer's, and those of generation_config.json or, where it has none, of config.json; of tokens the model has."""
+    model = _read_json(folder / "config.json")
+    named = generation.get("eos_token_id")
+    if named is None:
+        named = model.get("eos_token_id")
+    candidates = [tokenizer.token_to_id(eos_token) if eos_token else None, *(named if isinstance(named, list) else [named])]
+    size = model.get("vocab_size") or tokenizer.get_vocab_size()
+    return list(dict.fromkeys(token for token in candidates if isinstance(token, int) and 0 <= token < size))
 
 
 def _adds(tokenizer: Tokenizer, bos: str | None) -> bool:

@@ -16,6 +16,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 ROPE_TYPES = ("linear", "dynamic", "llama3", "yarn")
+_MOST_LAYERS = 4096  # more is a damaged file, whose list of tensors would fill the memory
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class ArchitectureConfig:
         ):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise CheckpointError(f"the model's {name} must be a positive integer, not {getattr(self, name)!r}")
+        if self.num_layers > _MOST_LAYERS:
+            raise CheckpointError(f"the model's num_layers of {self.num_layers:,} cannot be right")
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly")
         if self.head_dim % 2:
@@ -63,15 +66,23 @@ class ArchitectureConfig:
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ArchitectureConfig:
         """`config` is a parsed config.json of transformers 4 or 5. Raises CheckpointError for what headrace cannot run."""
+        try:
+            return cls._from_hf_config(config)
+        except (TypeError, ValueError, AttributeError) as error:  # a value of another type than the key has
+            raise CheckpointError(f"config.json has a value that cannot be read: {error}") from None
+
+    @classmethod
+    def _from_hf_config(cls, config: Mapping[str, Any]) -> ArchitectureConfig:
         architecture = _architecture(config)
         _refuse_unsupported(config)
         num_heads = _required(config, "num_attention_heads")
         hidden_size = _required(config, "hidden_size")
+        vocab_size = _required(config, "vocab_size")
         theta, scaling = _rope(config)
         bias = bool(config.get("attention_bias", False))
         return cls(
             architecture=architecture,
-            vocab_size=_required(config, "vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=_required(config, "intermediate_size"),
             num_layers=_required(config, "num_hidden_layers"),
@@ -88,7 +99,7 @@ class ArchitectureConfig:
             attention_output_bias=bias and architecture != "qwen2",
             qk_norm=architecture == "qwen3",
             bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=token_id_tuple(config.get("eos_token_id")),
+            eos_token_ids=tuple(token for token in token_id_list(config.get("eos_token_id")) if 0 <= token < vocab_size),
         )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -125,11 +136,11 @@ class ArchitectureConfig:
         return shapes
 
 
-def token_id_tuple(value: int | list[int] | None) -> tuple[int, ...]:
-    """Hugging Face's one id, list of ids or null, as a tuple."""
+def token_id_list(value: int | list[int] | None) -> list[int]:
+    """Hugging Face's one id, list of ids or null, as a list."""
     if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+        return []
+    return [value] if isinstance(value, int) else list(value)
 
 
 def _architecture(config: Mapping[str, Any]) -> str:

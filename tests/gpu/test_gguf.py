@@ -18,6 +18,7 @@ from gguf.constants import GGMLQuantizationType
 from gpu.gguf import GGUFFile
 from gpu.gguf_architecture import end_token_ids, gguf_name, hf_config
 from gpu.quantization import SUPPORTED_TYPES, dequantize
+from gpu.tokenizer_files import load_tokenizer_files
 from gpu.weights import CheckpointError, open_checkpoint
 from tests.gpu.gguf_files import HEAD_DIM, KV_HEADS, hf_tensors, write_gguf
 
@@ -198,6 +199,10 @@ WRONG_METADATA = [
     ({"llama.rope.scaling.type": "longrope"}, {}, (), "scales its rotary embedding by 'longrope'"),
     ({"llama.attention.head_count": "four"}, {}, (), "no usable llama.attention.head_count: 'four'"),
     ({"llama.attention.head_count_kv": [2, 1]}, {}, (), "layers that differ in llama.attention.head_count_kv"),
+    ({"tokenizer.ggml.tokens": [1, 2]}, {}, (), "has a tokenizer.ggml.tokens of the wrong type"),
+    ({"tokenizer.ggml.eos_token_id": [1]}, {}, (), "has a tokenizer.ggml.eos_token_id of the wrong type"),
+    ({"split.count": "3"}, {}, (), "has a split.count of the wrong type"),
+    ({"llama.block_count": 1 << 31}, {}, (), "num_layers of 2,147,483,648 cannot be right"),
     ({"llama.attention.head_count_kv": 3}, {}, (), "4 attention heads cannot share 3 key-value heads"),
     ({}, {"rope_freqs.weight": np.full(8, 2.0, np.float32)}, (), "not Llama 3's"),
     ({}, {}, ("llama.embedding_length",), "no usable llama.embedding_length"),
@@ -272,6 +277,30 @@ def test_every_cut_of_a_header_is_refused(tmp_path: Path) -> None:
         path.write_bytes(content[:length])
         with pytest.raises(CheckpointError):
             GGUFFile(path)
+
+
+def _read_a_norm(path: Path) -> None:
+    with open_checkpoint(str(path)) as checkpoint:
+        checkpoint.tensor("model.norm.weight", torch.float32)
+
+
+def test_no_single_wrong_byte_of_a_header_does_more_than_refuse(tmp_path: Path) -> None:
+    """Whatever the byte, the file opens or is refused by name: no other exception, and no memory for what cannot be there."""
+    tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b", "ab"], "tokenizer.ggml.merges": ["a b"]}
+    path = write_gguf(tmp_path / "model.gguf", metadata={**tokens, "general.alignment": 32, "split.count": 1})
+    content = path.read_bytes()
+    with GGUFFile(path) as file:
+        positions = np.random.default_rng(0).permutation(file.header_bytes)[:300]
+    refused = 0
+    for position in positions.tolist():
+        for value in (0, 255):
+            path.write_bytes(content[:position] + bytes([value]) + content[position + 1 :])
+            for read in (_read_a_norm, load_tokenizer_files):
+                try:
+                    read(path)
+                except CheckpointError:
+                    refused += 1
+    assert refused > 100
 
 
 def test_a_file_cut_after_it_was_opened(tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ def test_user_defined_tokens_stay_whole_and_are_text(make_gguf: Callable[..., Pa
 
 
 def test_end_tokens(make_gguf: Callable[..., Path]) -> None:
-    files = load_tokenizer_files(make_gguf(eos_token_id=0, eot_token_id=5))
+    files = load_tokenizer_files(make_gguf(eos_token_id=0, eot_token_id=5, eom_token_id=NUM_TOKENS))
     assert files.eos_token == "<|endoftext|>"
     assert files.eos_token_ids == [0, 5, 2]  # and <|im_end|>, which the template writes
 
@@ -389,6 +389,11 @@ def test_special_tokens_by_name(folder: Path) -> None:
 
 def test_the_models_configuration_names_the_end_where_nothing_else_does(folder: Path) -> None:
     configure(folder, "config.json", eos_token_id=4)
+    assert load_tokenizer_files(folder).eos_token_ids == [4]
+
+
+def test_end_tokens_that_the_model_lacks_are_left_out(folder: Path) -> None:
+    configure(folder, "config.json", eos_token_id=[4, 7, -1], vocab_size=6)
     assert load_tokenizer_files(folder).eos_token_ids == [4]
 
 

@@ -174,6 +174,8 @@ WRONG = [
     (_configure(rope_scaling={"rope_type": "longrope"}), "rotary embedding of type 'longrope' is not supported"),
     (_configure(num_key_value_heads=3), "4 attention heads cannot share 3 key-value heads"),
     (_configure(hidden_size=None), "config.json has no usable 'hidden_size': None"),
+    (_configure(rope_scaling="yarn"), "config.json has a value that cannot be read"),
+    (_configure(eos_token_id=["2"]), "config.json has a value that cannot be read"),
     (_configure(num_hidden_layers=0), "num_layers must be a positive integer"),
     (_configure(head_dim=15), "even head_dim"),
 ]
@@ -240,6 +242,7 @@ def test_a_tensor_that_is_not_there(tmp_path: Path) -> None:
         ({"attention_bias": True}, {"attention_bias": True, "attention_output_bias": True}),
         ({"eos_token_id": [1, 2]}, {"eos_token_ids": (1, 2)}),
         ({"eos_token_id": 7}, {"eos_token_ids": (7,)}),
+        ({"eos_token_id": [39, VOCAB]}, {"eos_token_ids": (39,)}),
         ({"head_dim": None, "num_key_value_heads": None}, {"head_dim": 16, "num_kv_heads": 4}),
     ],
 )
