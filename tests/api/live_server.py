@@ -56,9 +56,23 @@ class LiveServer:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
             listener.set_inheritable(True)
-            options = ("--redis-url", self.redis.url, *self._api_options, *more)
-            process = self._start("api", *options, "--fd", str(listener.fileno()), pass_fds=(listener.fileno(),))
-            return process, f"http://127.0.0.1:{listener.getsockname()[1]}"
+            return self.start_api_on(listener, *more), f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    def start_api_on(self, listener: socket.socket, *more: str) -> subprocess.Popen[bytes]:
+        options = ("--redis-url", self.redis.url, *self._api_options, *more)
+        return self._start("api", *options, "--fd", str(listener.fileno()), pass_fds=(listener.fileno(),))
+
+    def restart_engine(self) -> None:
+        """Another engine process in place of the one that ended, or is ended here."""
+        self.engine.kill()
+        self.ended(self.engine)
+        self.engine = self.start_engine()
+
+    def ended(self, process: subprocess.Popen[bytes], seconds: float = 15.0) -> int:
+        """The exit code of a process that ends by itself now."""
+        code = process.wait(seconds)
+        self._processes.remove(process)
+        return code
 
     def wait_until_healthy(self, url: str | None = None) -> None:
         deadline = time.monotonic() + START_SECONDS

@@ -1,0 +1,113 @@
+"""Parts that die or go away: clients hear of it, health says so, and what comes back is used again."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.api.conftest import NULL_ENGINE
+from tests.api.live_server import LiveServer, sse_events
+
+LONG = {"prompt": "x", "max_tokens": 1500}
+
+
+@pytest.fixture
+def server(smollm2_gguf: Path) -> Iterator[LiveServer]:
+    with LiveServer(smollm2_gguf, NULL_ENGINE, null="step_seconds=0.02") as server:
+        yield server
+
+
+async def health_turns(http: httpx.AsyncClient, status: int, path: str = "/health", seconds: float = 30.0) -> httpx.Response:
+    deadline = time.monotonic() + seconds
+    while (answer := await http.get(path)).status_code != status:
+        assert time.monotonic() < deadline, answer.text
+        await asyncio.sleep(0.05)  # between looks
+    return answer
+
+
+async def test_an_engine_that_is_killed(server: LiveServer) -> None:
+    """Open streams end with an error event, whole answers with a 500; health turns, and turns back with a new engine."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            whole = asyncio.create_task(http.post("/v1/completions", json=LONG))
+            while len((await http.get("/v1/requests")).json()["data"]) < 2:
+                await asyncio.sleep(0.01)  # until both are enqueued
+            server.engine.kill()
+            server.engine.wait()
+            killed = time.monotonic()
+            events = sse_events([line async for line in lines])
+            assert time.monotonic() - killed < 15
+        assert events[-1] == "[DONE]"
+        assert events[-2]["error"]["type"] == "InternalServerError"
+        assert events[-2]["error"]["code"] == 500
+        broken = await whole
+        assert (broken.status_code, broken.json()["error"]["type"]) == (500, "InternalServerError")
+
+        down = await health_turns(http, 503)
+        assert down.json()["error"]["message"] == "No live engine for tiny."
+        refused = await http.post("/v1/completions", json=LONG)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert (await http.get("/v1/models")).json()["data"] == []
+        assert (await http.get("/live")).status_code == 200
+
+        server.restart_engine()
+        await health_turns(http, 200, seconds=60)
+        assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
+
+
+async def test_redis_away_and_back(server: LiveServer) -> None:
+    """Redis hangs for longer than heartbeats live: the engine is fenced and its supervisor starts another; the API server stays."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        assert server.redis.process is not None
+        server.redis.process.send_signal(signal.SIGSTOP)
+        try:
+            away = await health_turns(http, 503)
+            assert away.json()["error"]["message"] == "Redis is not reachable. Try again later."
+            refused = await http.post("/v1/completions", json={"prompt": "x"})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        finally:
+            server.redis.process.send_signal(signal.SIGCONT)
+        server.restart_engine()
+        await health_turns(http, 200)
+        assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
+
+
+def test_an_api_server_that_comes_before_redis(server: LiveServer) -> None:
+    """It answers that it is not ready, and is when Redis comes."""
+    server.redis.kill()
+    process, url = server.start_api()
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            if httpx.get(f"{url}/live").status_code == 200:
+                break
+        except httpx.TransportError:
+            assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)  # between looks
+    assert httpx.get(f"{url}/ready").status_code == 503
+    assert httpx.get(f"{url}/v1/models").status_code == 503
+    server.redis.start()
+    server.restart_engine()
+    server.wait_until_healthy(url)
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+
+
+def test_one_request_that_fails_alone(smollm2_gguf: Path) -> None:
+    with LiveServer(smollm2_gguf, NULL_ENGINE, null="fail_seed=13") as server:
+        bad = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "seed": 13})
+        assert (bad.status_code, bad.json()["error"]["code"]) == (500, 500)
+        body = {"prompt": "x", "seed": 13, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+            events = sse_events(list(answer.iter_lines()))
+        assert [list(event) for event in events[:-1]] == [["error"]]
+        assert events[-1] == "[DONE]"
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "seed": 14}).status_code == 200

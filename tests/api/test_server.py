@@ -1,0 +1,102 @@
+"""The process's end: signals, drain, last words; several processes on one socket."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from api.server import listen
+from tests.api.conftest import NULL_ENGINE
+from tests.api.live_server import LiveServer, sse_events
+
+EXIT_SECONDS = 15.0
+
+
+@pytest.fixture(scope="module")
+def server(smollm2_gguf: Path) -> Iterator[LiveServer]:
+    """The engine of all these tests; each starts API servers of its own."""
+    with LiveServer(smollm2_gguf, NULL_ENGINE, null="step_seconds=0.02") as server:
+        yield server
+
+
+async def stream_until_signal(url: str, process: subprocess.Popen[bytes], max_tokens: int, number: int) -> list[object]:
+    """The events of a stream during which the server is told to stop."""
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        body = {"prompt": "x", "max_tokens": max_tokens, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            first = await anext(lines)
+            process.send_signal(number)
+            return sse_events([first, *[line async for line in lines]])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_without_patience_streams_are_aborted_and_told(server: LiveServer, number: int) -> None:
+    process, url = server.start_api()
+    server.wait_until_healthy(url)
+    events = await stream_until_signal(url, process, 1500, number)
+    assert events[-1] == "[DONE]"
+    assert events[-2]["choices"][0]["finish_reason"] == "abort"  # type: ignore[index]
+    assert server.ended(process) == 0
+
+
+async def test_with_patience_streams_end_well_and_nothing_new_comes_in(server: LiveServer) -> None:
+    process, url = server.start_api("--shutdown-timeout", "20")
+    server.wait_until_healthy(url)
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        work = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 60}))
+        while (await http.get("/load")).json()["server_load"] < 1:
+            await asyncio.sleep(0.01)  # until it runs
+        process.send_signal(signal.SIGTERM)
+        while (await http.get("/ready")).status_code == 200:
+            await asyncio.sleep(0.01)  # until the signal was taken
+        refused = await http.post("/v1/completions", json={"prompt": "x"})
+        assert (refused.status_code, refused.json()["error"]["message"]) == (503, "The server is shutting down.")
+        assert (await work).json()["usage"]["completion_tokens"] == 60
+    assert server.ended(process) == 0
+
+
+async def test_a_second_signal_ends_the_patience(server: LiveServer) -> None:
+    process, url = server.start_api("--shutdown-timeout", "60")
+    server.wait_until_healthy(url)
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        work = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1500}))
+        while (await http.get("/load")).json()["server_load"] < 1:
+            await asyncio.sleep(0.01)  # until it runs
+        process.send_signal(signal.SIGTERM)
+        while (await http.get("/ready")).status_code == 200:
+            await asyncio.sleep(0.01)  # until the first signal was taken
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert server.ended(process) == 0
+        assert time.monotonic() - started < EXIT_SECONDS
+        await asyncio.gather(work, return_exceptions=True)
+
+
+def test_several_processes_share_a_socket(server: LiveServer) -> None:
+    with listen("127.0.0.1", 0) as listener:
+        listener.set_inheritable(True)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        processes = [server.start_api_on(listener) for _ in range(2)]
+        server.wait_until_healthy(url)
+        answers = [httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 2}) for _ in range(8)]
+        assert {answer.status_code for answer in answers} == {200}
+        processes[0].send_signal(signal.SIGTERM)
+        assert server.ended(processes[0]) == 0
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+
+
+def test_an_address_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OSError, match="in use"):
+            listen("127.0.0.1", taken.getsockname()[1])
