@@ -15,6 +15,8 @@ class LossyProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
         self.losses = 0  # answers to lose from now on
+        self.about = b""  # only of requests that contain this
+        self._last_request = b""
         self.lost = 0
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -48,7 +50,9 @@ class LossyProxy:
     def _carry(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
         with suppress(OSError):
             while payload := source.recv(1 << 16):
-                if answers and self.losses > 0:
+                if not answers:
+                    self._last_request = payload
+                elif self.losses > 0 and self.about in self._last_request:
                     self.losses -= 1
                     self.lost += 1
                     break

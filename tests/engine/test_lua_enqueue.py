@@ -59,6 +59,21 @@ def test_sent_twice_it_is_there_once(world: World) -> None:
     world.check_integrity()
 
 
+def test_a_list_is_sent_again_whole_or_it_is_another_one(world: World) -> None:
+    known = world.request()
+    world.enqueue(known)
+    assert refusal(world.enqueue(known, world.request())).reason == "duplicate"
+    assert world.queued() == [known.request_id]
+    world.check_integrity()
+
+
+def test_it_rings_for_the_engines(world: World) -> None:
+    with world.bus.subscribe(keys.wake_channel(world.model)) as bell:
+        world.enqueue(world.request(), world.request())
+        assert bell.get(5.0) is not None
+        assert bell.get(0.02) is None, "once a list"
+
+
 def test_a_lost_answer_is_made_up_for(world: World) -> None:
     with LossyProxy(world.url) as proxy, Bus(proxy.url) as bus:
         bus.run(calls.queue_depth(world.model))

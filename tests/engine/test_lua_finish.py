@@ -62,6 +62,7 @@ def test_a_running_request_is_its_owners_to_end(world: World) -> None:
         outcome = world.finish("a", keep=3, reason=FinishReason.STOP, stop_reason="\n\n", reply_to="api-9", token="t")
         assert bell.get(5) is not None
     assert (outcome.state, world.record("a").state) == ("running", "running")
+    assert 0 < world.raw.pttl(keys.control(world.model, engine.slot)) <= 600_000
     assert commands(world, engine) == [Abort("a", -1, FinishReason.STOP, 3, "\n\n", "api-9", "t")]
     world.check_integrity()
 

@@ -9,6 +9,7 @@ import pytest
 
 from engine import calls, keys
 from engine.bus import Bus
+from engine.scripts import script
 from tests.engine.ledger_world import Engine, World, engine_info
 from tests.engine.lossy_proxy import LossyProxy
 
@@ -51,15 +52,16 @@ def test_racing_engines_get_a_slot_each(world: World) -> None:
     assert len({engine.incarnation for engine in engines}) == 8
 
 
-def test_a_lost_answer_costs_no_slot(world: World) -> None:
+@pytest.mark.parametrize("lost", ["claim", "beat"])
+def test_a_lost_answer_costs_no_slot(world: World, lost: str) -> None:
+    world.engine()  # so that both scripts are loaded
     with LossyProxy(world.url) as proxy, Bus(proxy.url) as bus:
-        # the claim is three round trips: registry, claim, first heartbeat
-        bus.run(calls.queue_depth(world.model))
-        proxy.losses = 3
+        proxy.losses, proxy.about = 2, script(lost).sha.encode()
         claimed = bus.run(calls.claim_slot(world.model, engine_info(), ttl=60))
-        assert proxy.lost == 3
-    assert claimed.slot == "0"
-    assert [info.incarnation for info in world.bus.run(calls.engines(world.model))] == [claimed.incarnation]
+        assert proxy.lost == 2
+    assert claimed.slot == "1"
+    assert [info.slot for info in world.bus.run(calls.engines(world.model))] == ["0", "1"]
+    assert world.engine().slot == "2"
 
 
 def test_a_heartbeat_renews_slot_and_snapshot(world: World) -> None:
