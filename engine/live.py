@@ -80,6 +80,12 @@ class LiveRequests:
         self.waiting.push(request)
         self._release_or_fence(request)
 
+    def restart(self, request: Request) -> None:
+        """Preempt, and drop also what steps that are out still answer: the KV they read is not to be trusted."""
+        self.rows.close(request.row)
+        if request.status is RequestStatus.RUNNING:
+            self.preempt(request)
+
     def end(
         self,
         request: Request,
@@ -93,7 +99,7 @@ class LiveRequests:
         row, was_running = request.row, request.status is RequestStatus.RUNNING
         if row >= 0:
             self._take_tokens(request)
-            self.rows.mark_ended(row)
+            self.rows.close(row)
         request.end(reason, keep, stop_reason, error, now)
         del self.requests[request.key]
         choices = self._choices[request.request_id]

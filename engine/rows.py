@@ -45,7 +45,7 @@ class RowTable:
         self.clients = np.zeros(num_rows, dtype=np.int32)
         self.choices = np.zeros(num_rows, dtype=np.int32)
         self.handles = np.zeros(num_rows, dtype=np.int64)
-        self.ended = np.zeros(num_rows, dtype=np.bool_)  # late output is dropped
+        self.closed = np.zeros(num_rows, dtype=np.bool_)  # late output is dropped
 
         self._ring_size = 2 * block_size
         self._ring = np.zeros((num_rows, self._ring_size), dtype=np.int32)
@@ -96,7 +96,7 @@ class RowTable:
         self.clients[row] = request.client
         self.choices[row] = request.choice
         self.handles[row] = request.handle
-        self.ended[row] = False
+        self.closed[row] = False
         return row
 
     def give_back(self, row: int) -> None:
@@ -117,8 +117,9 @@ class RowTable:
         self._is_running[row] = False
         self._num_running -= 1
 
-    def mark_ended(self, row: int) -> None:
-        self.ended[row] = True
+    def close(self, row: int) -> None:
+        """Whatever steps that are out still bring for this row counts for nothing."""
+        self.closed[row] = True
         self.next_border[row] = _NEVER
 
     def append_tokens(self, rows: Rows, token_ids: Int32Array) -> Counts:

@@ -278,9 +278,9 @@ class Scheduler:
     def _take_in(self, planned: PlannedStep, output: ModelRunnerOutput, outputs: StepOutputs, now: float) -> None:
         table = self.rows
         self.statistics.counters.last_step_seconds = output.forward_seconds
+        if output.failed_rows:
+            self._fail(planned, output.failed_rows, now)
         table.num_written[planned.rows] += planned.num_tokens
-        for row, error in output.failed_rows.items():
-            self._fail(row, error, now)
         rows, token_ids = self._live_samples(planned, output)
         positions = table.append_tokens(rows, token_ids)
         offsets = positions - table.num_prompt[rows]
@@ -302,16 +302,26 @@ class Scheduler:
             rows = rows[~np.isin(rows, list(output.failed_rows))]
         if not np.array_equal(rows, output.rows):
             raise RuntimeError(f"step {planned.step} sampled rows {output.rows.tolist()}, planned were {rows.tolist()}")
-        if self.live.fenced:
-            live = ~self.rows.ended[rows]
+        if self.live.fenced or output.failed_rows:
+            live = ~self.rows.closed[rows]
             rows, token_ids = rows[live], token_ids[live]
         return rows, token_ids
 
-    def _fail(self, row: int, error: str, now: float) -> None:
-        request = self.rows.request(row)
-        self.kv.distrust(request)
-        if not request.status.finished:
-            self.live.end_unasked(request, FinishReason.ERROR, now, error=error)
+    def _fail(self, planned: PlannedStep, failed_rows: dict[int, str], now: float) -> None:
+        """End the requests of rows that failed. What they wrote in this step is not what its tokens say; who shares it already,
+        having come in the same step, computes anew and its output of this step does not count."""
+        table = self.rows
+        spoiled: set[int] = set()
+        for row in planned.rows[np.isin(planned.rows, list(failed_rows))].tolist():
+            spoiled |= set(table.request(row).block_ids[int(table.num_written[row]) // self.block_size :])
+        for row, error in failed_rows.items():
+            request = table.request(row)
+            self.kv.distrust(request)
+            if not request.status.finished:
+                self.live.end_unasked(request, FinishReason.ERROR, now, error=error)
+        for holder in [request for request in table.requests if request is not None and not request.status.finished]:
+            if not spoiled.isdisjoint(holder.block_ids):
+                self.live.restart(holder)
 
     def _publish(self, rows: Rows) -> None:
         """Store the tokens and publish the blocks of rows that completed a block."""
@@ -327,11 +337,11 @@ class Scheduler:
     def _collect_logprobs(self, output: ModelRunnerOutput, outputs: StepOutputs) -> None:
         table = self.rows
         for told in output.logprobs:
-            if not table.ended[told.row]:
+            if not table.closed[told.row]:
                 offset = int(table.num_known[told.row] - table.num_prompt[told.row]) - 1
                 outputs.logprobs.append((table.request(told.row), offset, told))
         for prompt in output.prompt_logprobs:
-            if not table.ended[prompt.row]:
+            if not table.closed[prompt.row]:
                 request = table.request(prompt.row)
                 fresh = trim_prompt_logprobs(request, prompt)
                 if fresh is not None:

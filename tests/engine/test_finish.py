@@ -7,6 +7,7 @@ import pytest
 from engine.protocol import FinishReason
 from engine.request import RequestStatus
 from tests.engine.scheduling import Engine, make_request
+from tests.engine.worker_oracle import expected_answer
 
 ABORT, STOP, ERROR = FinishReason.ABORT, FinishReason.STOP, FinishReason.ERROR
 
@@ -166,6 +167,23 @@ class TestFailedRows:
         assert engine.scheduler.kv.pool.num_cached == 0
         engine.add(make_request("again", range(32)))
         assert engine.step()[0].new_requests[0].num_computed_tokens == 0
+
+    @pytest.mark.parametrize("ahead", [False, True])
+    def test_who_shares_its_blocks_in_that_step_computes_anew(self, ahead: bool) -> None:
+        """A duplicate reads what the failed row wrote: its token is wrong, and so is what it wrote itself."""
+        engine = Engine()
+        bad, twin, other = make_request("bad", range(20)), make_request("twin", range(20)), make_request("other", 20)
+        engine.add(bad, twin, other)
+        engine.worker.failing.add(0)
+        outs = [engine.plan(), *([engine.plan()] if ahead else [])]
+        outputs = engine.take_in(outs[0])
+        assert outputs.finished == [bad] and len(outputs.token_ids) == 1, "only the one that shares nothing got a token"
+        assert twin.status is RequestStatus.PREEMPTED and engine.scheduler.kv.pool.find(twin.block_hashes[0]) is None
+        for out in outs[1:]:
+            assert len(engine.take_in(out).token_ids) == 1
+        engine.drain()
+        answer = expected_answer(list(range(20)), twin.sampling, twin.seed, "", 128)[0]
+        assert twin.output_token_ids.tolist() == answer and other.num_preemptions == 0
 
     def test_a_row_that_ended_meanwhile_may_fail(self) -> None:
         engine = Engine()

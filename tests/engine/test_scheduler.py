@@ -137,13 +137,24 @@ class TestPriority:
         engine.step()
         assert running(engine) == ["a", "b"] and names(engine) == ["c"]
 
-    def test_budget_goes_to_the_more_urgent_running_request_first(self) -> None:
+    def test_a_running_prompt_keeps_its_budget_from_who_waits(self) -> None:
         engine = Engine(budget=8, scheduling_policy="priority")
         engine.add(make_request("bulk", 40, priority=1))
         engine.step()
         engine.add(make_request("urgent", 5, priority=0, max_tokens=8))
         engine.step()
-        assert running(engine) == ["bulk"], "the running prompt takes the whole budget before anybody is admitted"
+        assert running(engine) == ["bulk"], "priority orders admission and preemption, it does not stop what runs"
+
+    def test_once_running_the_more_urgent_comes_first(self) -> None:
+        engine = Engine(budget=16, scheduling_policy="priority", long_prefill_token_threshold=8)
+        engine.add(make_request("bulk", 40, priority=1), make_request("more bulk", 40, priority=1))
+        engine.step()
+        engine.scheduler.finish("more bulk", -1, FinishReason.ABORT)
+        engine.add(make_request("urgent", 24, priority=0))
+        engine.step()
+        assert running(engine) == ["urgent", "bulk"]
+        engine.scheduler.max_num_batched_tokens = engine.worker.budget = 9
+        assert engine.counts(engine.plan_and_keep()) == {"urgent": 8, "bulk": 1}
 
 
 class TestPreemption:
@@ -346,6 +357,17 @@ class TestPlanningAhead:
         assert ahead[1] is None and engine.scheduler.stats().preemptions == 0, "preempted though blocks are about to be free"
         engine.take_in(out)
         assert engine.counts(engine.plan()[0]) == {"a": 1, "b": 1}
+
+    def test_a_preempted_request_is_not_admitted_before_its_step_returns(self) -> None:
+        engine = Engine(num_blocks=5, caching=False)
+        engine.add(make_request("a", 8, max_tokens=9), make_request("b", 8, max_tokens=9))
+        out = engine.plan()
+        assert engine.plan()[1] is None, "a waits for the blocks of b, which the step that is out still writes"
+        assert names(engine) == ["b"] and engine.scheduler.requests["b", 0].block_ids
+        engine.scheduler.finish("a", -1, FinishReason.ABORT)
+        assert engine.plan()[1] is None and names(engine) == ["b"]
+        assert len(engine.take_in(out).token_ids) == 1, "b's token comes, a's is dropped"
+        assert engine.counts(engine.plan()[0]) == {"b": 9}
 
 
 class TestPureDecodes:

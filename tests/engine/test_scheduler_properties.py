@@ -68,6 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     num_hit_tokens = 0
     num_planned_ahead = 0
     num_exhausted = 0
+    num_restarted = 0
 
     @initialize(
         block_size=st.integers(1, 4),
@@ -125,6 +126,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 )
             if dice.random() < 0.05 and self.scheduler.requests:
                 self._finish(*dice.choice(sorted(self.scheduler.requests)), dice.random() < 0.5, dice.randint(-1, 4), self.time)
+            if dice.random() < 0.02:
+                self._fail_row(dice.randrange(6))
             if len(self.out) < 2 and dice.random() < 0.7:
                 type(self).num_planned_ahead += len(self.out)
                 self._plan()
@@ -233,10 +236,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert not request.block_ids and request.row < 0, "blocks are held though no step is out"
         assert self.scheduler.finish(request_id, -1 if whole else choice, FinishReason.ABORT) == []
 
-    @precondition(lambda self: len(self.scheduler.rows.running))
-    @rule(data=st.data())
-    def fail_row(self, data: st.DataObject) -> None:
-        self.worker.failing.add(data.draw(st.sampled_from(self.scheduler.rows.running.tolist())))
+    @rule(row=st.integers(0, 5))
+    def fail_row(self, row: int) -> None:
+        """Whoever has the row when it is computed next fails."""
+        self._fail_row(row)
+
+    def _fail_row(self, row: int) -> None:
+        self.worker.failing.add(row % self.scheduler.max_num_seqs)
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -309,10 +315,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in failed:
             self.stories[request.key].failed = True
         fenced = list(self.scheduler.live.fenced)
+        preemptions = self.scheduler.statistics.counters.preemptions
         outputs = self.scheduler.update_from_output(plan, output, self.time)
         self._receive(outputs)
         assert all(request in fenced and not request.block_ids for request in outputs.released)
         assert all(request.status.finished for request in failed)
+        type(self).num_restarted += self.scheduler.statistics.counters.preemptions - preemptions
         self.in_step = False
 
     def _receive(self, outputs: StepOutputs) -> None:
@@ -364,7 +372,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         scheduler = self.scheduler
         scheduler.check_integrity()
-        assert scheduler.rows.num_running <= scheduler.max_num_seqs
+        rows = scheduler.rows
+        assert rows.num_running <= scheduler.max_num_seqs
+        assert (rows.num_tokens[rows.running] <= rows.max_tokens[rows.running]).all(), "a token beyond the last is planned"
+        assert (rows.num_computed[rows.running] <= rows.num_tokens[rows.running]).all()
         live = {key for key, story in self.stories.items() if not story.ended}
         untold = {request.key for request in scheduler.live.ended_unasked}
         assert set(scheduler.requests) | untold == live
@@ -409,7 +420,8 @@ def test_random_loads() -> None:
         run_state_machine_as_test(machine, settings=example_settings)
     print(
         f"{machine.num_steps} steps, {machine.num_planned_ahead} planned ahead, {machine.num_preemptions} preemptions, "
-        f"{machine.num_hit_tokens} tokens from the prefix cache, {machine.num_exhausted} requests too long for the pool"
+        f"{machine.num_hit_tokens} tokens from the prefix cache, {machine.num_exhausted} requests too long for the pool, "
+        f"{machine.num_restarted} restarted beside a failed one"
     )
     assert machine.num_preemptions >= 300 and machine.num_planned_ahead >= 1_000 and machine.num_hit_tokens >= 5_000
-    assert machine.num_exhausted >= 50
+    assert machine.num_exhausted >= 50 and machine.num_restarted >= 5

@@ -17,6 +17,8 @@ from engine.protocol import FinishReason
 from gpu.plan import ModelRunnerOutput, NewRequest, PromptLogprobs, SampledLogprobs, SamplingParams, SchedulerOutput
 
 VOCAB_SIZE = 12
+WRONG_TOKEN = 99  # what a row samples after reading the KV of a failed one
+SPOILED = -1  # content of a slot that a failed row wrote
 
 
 _MASK = (1 << 64) - 1
@@ -67,6 +69,7 @@ class Row:
     sampling: SamplingParams
     seed: int
     digests: list[int] = field(default_factory=list)  # of the tokens up to each position
+    spoiled: bool = False  # something it computed came from a failed row's KV
 
 
 class WorkerOracle:
@@ -99,7 +102,8 @@ class WorkerOracle:
         for row, count in rows.items():
             self._write(row, count)
         for row, count in rows.items():
-            self._read(row, count)
+            if row in self.failing or not self._read(row, count):
+                self._spoil(row, count)
         return self._answer(plan.step, rows)
 
     def _apply(self, plan: SchedulerOutput) -> None:
@@ -142,12 +146,21 @@ class WorkerOracle:
             self.slots[block, offset] = row.digests[position]
         self.num_computed_tokens += count
 
-    def _read(self, number: int, count: int) -> None:
+    def _read(self, number: int, count: int) -> bool:
+        """Whether all that the row reads is its own past; False where it shares what a failed row wrote."""
         row = self.rows[number]
-        for position in range(row.num_computed + count):
-            assert self.slots.get(self._slot(row, position)) == row.digests[position], (
-                f"row {number} reads a foreign position {position}"
-            )
+        found = [self.slots.get(self._slot(row, position)) for position in range(row.num_computed + count)]
+        if SPOILED in found:
+            return False
+        assert found == row.digests[: len(found)], f"row {number} reads something foreign"
+        return True
+
+    def _spoil(self, number: int, count: int) -> None:
+        """What was computed from wrong values is wrong, the next token included."""
+        row = self.rows[number]
+        row.spoiled = True
+        for position in range(row.num_computed, row.num_computed + count):
+            self.slots[self._slot(row, position)] = SPOILED
 
     def _answer(self, step: int, rows: dict[int, int]) -> ModelRunnerOutput:
         output = ModelRunnerOutput(step, np.empty(0, np.int32), np.empty(0, np.int32), [], [], {}, 0.0)
@@ -167,6 +180,8 @@ class WorkerOracle:
                 self._tell_prompt_logprobs(output, number, first)
             if row.num_computed == len(row.tokens):
                 token = _next_token(row.digests[-1], row.seed, row.sampling, len(row.tokens) - row.num_prompt)
+                if row.spoiled:
+                    token = WRONG_TOKEN
                 row.tokens.append(token)
                 row.digests.append(_extend(row.digests[-1], token))
                 sampled.append(number)
