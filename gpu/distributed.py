@@ -50,14 +50,13 @@ class TensorParallelGroup:
         dist.all_gather(list(gathered), x.contiguous())
         return gathered
 
-    def close(self) -> None:
-        if self.size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
 
+def init_group(rank: int, size: int, init_method: str, device: torch.device) -> TensorParallelGroup:
+    """Joins the group of ranks on devices of one type; returns when all ranks have.
 
-def init_group(rank: int, size: int, init_method: str) -> TensorParallelGroup:
-    """Joins the group; returns when all ranks have. `init_method` as torch.distributed's ("file:///path", "tcp://host:port")."""
+    `init_method` as torch.distributed's ("file:///path", "tcp://host:port").
+    """
     if size > 1:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "nccl" if device.type == "cuda" else "gloo"  # a model on the CPU of a machine with GPUs needs gloo
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size)
     return TensorParallelGroup(rank, size)

@@ -112,7 +112,7 @@ def make_runner(config: WorkerConfig, rank: int, init_method: str) -> Runner:
     device = torch.device("cuda", rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
-    group = init_group(rank, config.parallel.tensor_parallel_size, init_method)
+    group = init_group(rank, config.parallel.tensor_parallel_size, init_method, device)
     return ModelRunner(config, checkpoint, device, group)
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from gpu.distributed import TensorParallelGroup, init_group
 from gpu.plan import SamplingParams
+from gpu.worker import leave_group
 from tests.gpu.engine_stub import GREEDY, Driver, make_config, make_runner
 from tests.gpu.tiny_models import save_model
 
@@ -35,9 +37,9 @@ def run_case(folder: str, prompts: list[list[int]], num_tokens: int, group: Tens
 
 def run_rank(rank: int, size: int, store: str, answers: Connection, cases: list[Case]) -> None:
     try:
-        group = init_group(rank, size, f"file://{store}")
+        group = init_group(rank, size, f"file://{store}", torch.device("cpu"))
         answers.send([run_case(*case, group) for case in cases])
-        group.close()
+        leave_group()
     except BaseException:
         answers.send(traceback.format_exc())
 
@@ -101,3 +103,12 @@ def test_shards_cover_everything_once_also_where_they_are_uneven():
 def test_a_rank_outside_its_group_is_refused():
     with pytest.raises(ValueError, match="rank 2 of 2"):
         TensorParallelGroup(2, 2)
+
+
+def test_the_backend_is_the_devices_own(monkeypatch):
+    backends: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a machine with GPUs may still serve from its CPU
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **how: backends.append(backend))
+    for device in (torch.device("cpu"), torch.device("cuda", 1)):
+        init_group(1, 2, "file:///nowhere", device)
+    assert backends == ["gloo", "nccl"]
