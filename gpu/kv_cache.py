@@ -21,13 +21,9 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.block_size = block_size
-        self.num_blocks = num_blocks
-        self.key_shape = (num_blocks, num_kv_heads, head_dim, block_size)
-        self.value_shape = (num_blocks, num_kv_heads, block_size, head_dim)
-        self.layers = [
-            (_zeros(self.key_shape, dtype, device), _zeros(self.value_shape, dtype, device)) for _ in range(num_layers)
-        ]  # [num_layers] (key, value)
+        keys = (num_blocks, num_kv_heads, head_dim, block_size)
+        values = (num_blocks, num_kv_heads, block_size, head_dim)
+        self.layers = [(_zeros(keys, dtype, device), _zeros(values, dtype, device)) for _ in range(num_layers)]
 
     @staticmethod
     def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

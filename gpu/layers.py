@@ -50,7 +50,6 @@ class VocabParallelEmbedding:
 
     def __init__(self, weight: torch.Tensor, vocab_size: int, group: TensorParallelGroup) -> None:
         self.weight = weight
-        self.vocab_size = vocab_size
         self.group = group
         self.first = group.shard(vocab_size).start
 

@@ -25,8 +25,6 @@ class CausalLM:
                 f"tensor parallel size {group.size} does not divide the model's {config.num_kv_heads} key-value heads"
             )
         self.config = config
-        self.dtype = reader.dtype
-        self.device = reader.device
         self.num_kv_heads = config.num_kv_heads // group.size  # of this rank
         self.rotary = RotaryEmbedding(
             config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings, reader.device

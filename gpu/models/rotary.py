@@ -23,14 +23,13 @@ class RotaryEmbedding:
         self.device = device
         self.cos_sin = torch.empty(0, head_dim, device=device)  # [num_positions, head_dim] as kernels.rope wants it
 
-    def ensure(self, num_positions: int) -> torch.Tensor:
-        """The table, grown to `num_positions` where it is shorter."""
+    def ensure(self, num_positions: int) -> None:
+        """Grows the table to `num_positions` where it is shorter."""
         if self.cos_sin.shape[0] < num_positions:
             # float32 throughout, as transformers: other roundings of a large angle would show in the last digits
             angles = torch.arange(num_positions, dtype=torch.float32).unsqueeze(1) * self.inverse_frequencies
             table = torch.cat((angles.cos(), angles.sin()), dim=1) * self.magnitude
             self.cos_sin = table.to(self.device)
-        return self.cos_sin
 
 
 def _frequencies(head_dim: int, theta: float, scaling: dict[str, Any], max_positions: int) -> tuple[torch.Tensor, float]:
