@@ -104,8 +104,8 @@ def run_engine(config: EngineConfig, progress_fd: int | None = None, shutdown_ti
         return EXIT_TEMPORARY
     except WorkerError as error:
         logger.error("%s", error)
-        progress.say("failed", message=str(error), permanent=getattr(error, "permanent", False))
-        return EXIT_CONFIG if getattr(error, "permanent", False) else 1
+        progress.say("failed", message=str(error), permanent=error.permanent)
+        return EXIT_CONFIG if error.permanent else 1
 
 
 def _serve(config: EngineConfig, progress: Progress, signals: StopSignals, shutdown_timeout: float) -> int:
@@ -184,5 +184,6 @@ def tokenizer_bundle(config: EngineConfig) -> TokenizerBundle:
         eos_token=files.eos_token,
         eos_token_ids=files.eos_token_ids,
         generation_config=files.generation_config,
-        tokenizer_config=files.tokenizer_config,
+        # only what templates may read: other entries may be anything, such as a maximum length of 1e30, which MessagePack has no room for
+        tokenizer_config={name: value for name, value in files.tokenizer_config.items() if name.endswith("_token")},
     )

@@ -41,6 +41,7 @@ from gpu.worker import (
     decode_report,
     describe,
     encode_command,
+    is_permanent,
     make_runner,
 )
 
@@ -52,20 +53,20 @@ ReplyT = TypeVar("ReplyT", Loaded, Allocated)
 
 
 class WorkerError(RuntimeError):
-    """The workers are gone; the message is the reason."""
+    """The workers are gone; the message is the reason. `permanent`: the model cannot be served, a new start would fail alike."""
+
+    def __init__(self, reason: str, permanent: bool = False) -> None:
+        super().__init__(reason)
+        self.permanent = permanent
 
 
 class Executor(ABC):
-    """Runs steps in the order they are submitted.
-
-    `on_failure`, when set, is called once, from any thread, as soon as the workers fail, idle or not; it must return quickly.
-    """
+    """Runs steps in the order they are submitted. Workers may fail at any time; `check_health` tells, idle or not."""
 
     capacity: Capacity  # after `start`; available_kv_bytes is the least of all ranks
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
-        self.on_failure: Callable[[WorkerError], None] | None = None
         self._failure: WorkerError | None = None
         self._failure_lock = threading.Lock()
         self._failed = threading.Event()
@@ -116,8 +117,6 @@ class Executor(ABC):
     def _fail(self, failure: WorkerError) -> None:
         if self._keep(failure):
             logger.error("the workers are gone: %s", failure)
-            if self.on_failure is not None:
-                self.on_failure(failure)
 
 
 class UniProcExecutor(Executor):
@@ -173,7 +172,7 @@ class UniProcExecutor(Executor):
         except Exception as error:
             logger.exception("rank 0 failed %s", doing)
             self._runner = None
-            self._fail(WorkerError(f"rank 0 failed {doing}: {describe(error)}"))
+            self._fail(WorkerError(f"rank 0 failed {doing}: {describe(error)}", is_permanent(error)))
 
 
 class MultiprocExecutor(Executor):
@@ -242,7 +241,7 @@ class MultiprocExecutor(Executor):
     def shutdown(self) -> None:
         self._keep(WorkerError("the executor was shut down"))
         watcher = self._watcher
-        if watcher is None or watcher is threading.current_thread():  # the latter: out of `on_failure`, when all are killed already
+        if watcher is None:
             return
         with self._shutdown_lock:
             atexit.unregister(self.shutdown)
@@ -353,7 +352,7 @@ class MultiprocExecutor(Executor):
                 verdict_at = min(verdict_at, time.monotonic() + VERDICT_SECONDS)
                 cause = min(troubles)
                 if cause.when == CERTAIN or len(troubles) == len(self._ranks) or time.monotonic() >= verdict_at:
-                    self._end(cause.text)
+                    self._end(cause.text, cause.permanent)
 
     def _take_report(self, rank: RankProcess) -> bool:
         """False at the end of file, the rank's end."""
@@ -363,18 +362,19 @@ class MultiprocExecutor(Executor):
             rank.reap(self._doing())
             return False
         if isinstance(report, Failed):
-            rank.trouble = Trouble(report.when, f"rank {rank.index} failed {report.doing}: {report.reason}")
+            reason = f"rank {rank.index} failed {report.doing}: {report.reason}"
+            rank.trouble = Trouble(report.when, reason, report.permanent)
         elif isinstance(report, Logged):
             rank.log(report)
         else:
             self._replies.put((rank.index, report))
         return True
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, permanent: bool = False) -> None:
         for rank in self._ranks:
             rank.process.kill()
             rank.hang_up(socket.SHUT_RDWR)
-        self._fail(WorkerError(reason))
+        self._fail(WorkerError(reason, permanent))
         self._replies.put(None)
 
     def _doing(self) -> str:

@@ -1,0 +1,36 @@
+"""What the engine process makes of configurations and files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig, ModelConfig
+from engine.process import model_name, tokenizer_bundle
+from engine.protocol import decode_bundle, encode
+
+
+@pytest.mark.parametrize(
+    ("path", "served", "expected"),
+    [
+        ("/models/SmolLM2-135M.Q4_1.gguf", [], "SmolLM2-135M.Q4_1"),
+        ("/models/Qwen3-0.6B/", [], "Qwen3-0.6B"),
+        ("/models/Qwen3-0.6B", ["qwen", "default"], "qwen"),
+    ],
+)
+def test_the_canonical_name(path: str, served: list[str], expected: str) -> None:
+    assert model_name(EngineConfig(model=ModelConfig(model=path), served_model_name=served)) == expected
+
+
+def test_the_tokenizer_crosses_whatever_else_its_configuration_says(smollm2_hf: Path, tmp_path: Path) -> None:
+    """transformers writes "no limit" as 1e30, an integer that MessagePack cannot carry."""
+    shutil.copytree(smollm2_hf, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    file = tmp_path / "model" / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "model_max_length": int(1e30), "eos_token": "<|im_end|>"}))
+    bundle = tokenizer_bundle(EngineConfig(model=ModelConfig(model=str(tmp_path / "model"))))
+    assert decode_bundle(encode(bundle)) == bundle
+    assert bundle.tokenizer_config["eos_token"] == "<|im_end|>"
