@@ -18,8 +18,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gpu.tokenizer_files import load_tokenizer_files
-
 from engine import calls
 from engine.bus import Bus, BusUnavailable
 from engine.calls import Fenced
@@ -34,6 +32,7 @@ from engine.outflow import Outflow
 from engine.protocol import PROTOCOL_VERSION, EngineInfo, TokenizerBundle, encode
 from gpu.errors import CheckpointError
 from gpu.executor import WorkerError
+from gpu.tokenizer_files import load_tokenizer_files
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +183,6 @@ def tokenizer_bundle(config: EngineConfig) -> TokenizerBundle:
         eos_token=files.eos_token,
         eos_token_ids=files.eos_token_ids,
         generation_config=files.generation_config,
-        # only what templates may read: other entries may be anything, such as a maximum length of 1e30, which MessagePack has no room for
+        # only what templates may read: other entries may be anything, such as a length of 1e30, too large for MessagePack
         tokenizer_config={name: value for name, value in files.tokenizer_config.items() if name.endswith("_token")},
     )
