@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from typing import Any
@@ -10,6 +11,8 @@ from engine.config import EngineConfig, ServeConfig
 from ops import listen
 from ops.logs import configure_logging
 from ops.settings import Resolved
+
+log = logging.getLogger(__name__)
 
 
 def engine_config(config: ServeConfig) -> EngineConfig:
@@ -49,6 +52,7 @@ def run_api(resolved: Resolved, descriptor: int | None) -> int:
 
 def run_worker(resolved: Resolved, schedule: str) -> int:
     """Run Celery with beat until a signal; returns the exit status. `schedule`: file for beat's own notes."""
+    from celery.apps import worker as celery_worker
     from celery.signals import setup_logging
 
     # ops.celery_app reads the Redis to use when it is imported
@@ -59,6 +63,7 @@ def run_worker(resolved: Resolved, schedule: str) -> int:
         configure_logging(resolved.config.log, "worker")
 
     setup_logging.connect(keep_ours)
+    vars(celery_worker)["safe_say"] = lambda message, *_: log.info(message)  # its own writes past all loggers
     warnings.filterwarnings("ignore", "(?s).*superuser privileges")  # which matter where messages are unpickled
     options = ["--beat", "--pool", "solo", "--schedule", schedule, "--without-gossip", "--without-mingle"]
     return app.start(["--quiet", "worker", *options]) or 0

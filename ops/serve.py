@@ -21,13 +21,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine import calls
+from engine.bus import Bus
 from engine.config import ServeConfig
+from engine.protocol import EngineInfo
 from ops import listen
+from ops.announce import show_configuration, show_derived, show_ready
 from ops.embedded import DataDirectory, EmbeddedValkey
 from ops.errors import CommandError, SettingError
 from ops.logs import resolve_format
 from ops.progress import LoadingDisplay
-from ops.settings import Resolved, describe, role_environment, shown
+from ops.settings import Resolved, role_environment, shown
 from ops.supervise import Child, Command, Exit, Supervisor
 
 log = logging.getLogger(__name__)
@@ -132,7 +136,7 @@ class _Serve:
     async def _bring_up(self) -> None:
         self._display.update("start", None)
         await self._start_redis()
-        self._show_configuration()
+        show_configuration(self._resolved)
         worker, engine, servers = self._worker(), self._engine(), self._api_servers()
         self._supervisor.start(worker)
         self._supervisor.start(engine)
@@ -141,7 +145,8 @@ class _Serve:
         await self._answers("/ready")
         self._serving = True
         self._display.close()
-        self._announce()
+        await self._show_derived(engine)
+        show_ready(self._config, self._url)
 
     async def _start_redis(self) -> None:
         if self._directory is None:
@@ -194,6 +199,12 @@ class _Serve:
         elif report["phase"] == "ready" and self._serving:
             log.info("the engine is ready again")
 
+    async def _show_derived(self, engine: Child) -> None:
+        with Bus(self._config.redis.redis_url) as bus:
+            info = await asyncio.to_thread(engine_of_process, bus, engine.pid or 0)
+        if info is not None:
+            show_derived(self._config, info)
+
     async def _bury(self, ended: Exit) -> None:
         """End what the dead engine had in flight at once: nobody needs to wait for its heartbeat to lapse."""
         try:
@@ -217,47 +228,22 @@ class _Serve:
                     pass  # no API server accepts yet
                 await asyncio.sleep(POLL_SECONDS)
 
-    def _show_configuration(self) -> None:
-        rows = describe(self._resolved)
-        if self._config.log.log_format == "json":
-            log.info(
-                "configuration", extra={"config": {name: {"value": value, "source": source} for _, name, value, source in rows}}
-            )
-            return
-        width = max(len(name) for _, name, _, _ in rows)
-        shown_section = ""
-        for section, name, value, source in rows:
-            if source != "default":
-                print(f"{section if section != shown_section else '':<10}{name:<{width}}  {value}  ({source})", file=sys.stderr)
-                shown_section = section
 
-    def _announce(self) -> None:
-        name = served_name(self._config)
-        key = ' -H "Authorization: Bearer $HEADRACE_KEY"' if self._config.api.api_key else ""
-        body = json.dumps({"model": name, "stream": True, "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
-        curl = f"curl -N {self._url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
-        print(f"headrace serves {name} on {self._url}; try: {curl}", flush=True)
-
-
-def served_name(config: ServeConfig) -> str:
-    """The first name by which clients know the model."""
-    path = Path(config.model.model)
-    return next(iter(config.api.served_model_name), path.stem if path.suffix == ".gguf" else path.name)
+def engine_of_process(bus: Bus, pid: int) -> EngineInfo | None:
+    """What the engine that runs, or has just run, as process `pid` of this machine says of itself."""
+    host = socket.gethostname()
+    infos = (info for model in bus.run(calls.models()) for info in bus.run(calls.engines(model)))
+    return next((info for info in infos if (info.pid, info.host) == (pid, host)), None)
 
 
 def bury_engine(redis_url: str, pid: int, error: str) -> int:
     """Declare the engine that ran as process `pid` of this machine dead; returns how many requests ended."""
-    from engine import calls
-    from engine.bus import Bus
-
-    host, ended = socket.gethostname(), 0
     with Bus(redis_url) as bus:
-        for model in bus.run(calls.models()):
-            for info in bus.run(calls.engines(model)):
-                if (info.pid, info.host) == (pid, host):
-                    bus.run(calls.release_slot(model, info.slot, info.incarnation))
-                    ended += bus.run(calls.bury(model, info.slot, info.incarnation, error))
-    return ended
+        info = engine_of_process(bus, pid)
+        if info is None:
+            return 0
+        bus.run(calls.release_slot(info.model, info.slot, info.incarnation))
+        return bus.run(calls.bury(info.model, info.slot, info.incarnation, error))
 
 
 async def _reach_redis(url: str) -> None:

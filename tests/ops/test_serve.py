@@ -218,11 +218,13 @@ def test_logs_are_json_with_request_ids_and_without_prompts(server: Serving) -> 
     secret = "xylophone quartz"
     answer = server.complete(prompt=secret)
     assert server.stop() == 0
-    records = [json.loads(line) for line in server.lines if line and not line.startswith("worker: ")]
+    records = [json.loads(line) for line in server.lines]
     assert {"time", "level", "message", "role"} <= set.intersection(*(set(record) for record in records))
     identity = answer.json()["id"].removeprefix("cmpl-")
     assert any(record.get("request_id") == identity for record in records)
     assert "xylophone" not in server.log and "quartz" not in server.log
+    (settled,) = [record["config"] for record in records if record["message"] == "settled by the engine"]
+    assert settled["max_model_len"] == {"value": 8192, "reason": "the model's own"}
     (configuration,) = [record["config"] for record in records if record["message"] == "configuration"]
     assert configuration["load_format"] == {"value": "null", "source": "command line --load-format"}
     assert configuration["redis_url"]["source"] == "embedded Valkey" and ":***@" in configuration["redis_url"]["value"]

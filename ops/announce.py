@@ -1,0 +1,62 @@
+"""What `serve` tells at its start: the configuration and where it came from, what was left to the engine, and that it is ready."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from engine.config import ServeConfig
+from engine.protocol import EngineInfo
+from ops.derived import derived_values
+from ops.settings import SETTINGS, Resolved, describe
+
+log = logging.getLogger(__name__)
+
+NAME_WIDTH = max(map(len, SETTINGS)) + 2
+
+
+def show_configuration(resolved: Resolved) -> None:
+    """Everything as one JSON record; for people only what is not a default."""
+    rows = describe(resolved)
+    if resolved.config.log.log_format == "json":
+        log.info("configuration", extra={"config": {name: {"value": value, "source": source} for _, name, value, source in rows}})
+    else:
+        _show((section, name, value, source) for section, name, value, source in rows if source != "default")
+
+
+def show_derived(config: ServeConfig, info: EngineInfo) -> None:
+    """What the engine has settled."""
+    rows = derived_values(config, info)
+    if config.log.log_format == "json":
+        log.info(
+            "settled by the engine", extra={"config": {name: {"value": value, "reason": reason} for name, value, reason in rows}}
+        )
+    else:
+        _show(("engine", name, str(value), reason) for name, value, reason in rows)
+
+
+def show_ready(config: ServeConfig, url: str) -> None:
+    """One line on stdout, with a command to paste."""
+    name = served_name(config)
+    key = ' -H "Authorization: Bearer $HEADRACE_KEY"' if config.api.api_key else ""
+    body = json.dumps({"model": name, "stream": True, "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
+    quoted = body.replace("'", "'\\''")
+    curl = f"curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{quoted}'"
+    print(f"headrace serves {name} on {url}; try: {curl}", flush=True)
+
+
+def served_name(config: ServeConfig) -> str:
+    """The first name by which clients know the model."""
+    path = Path(config.model.model)
+    return next(iter(config.api.served_model_name), path.stem if path.suffix == ".gguf" else path.name)
+
+
+def _show(rows: Iterable[tuple[str, str, str, str]]) -> None:
+    """The section's name stands at its first row alone."""
+    shown = ""
+    for section, name, value, source in rows:
+        print(f"{section if section != shown else '':<11}{name:<{NAME_WIDTH}}{value}  ({source})", file=sys.stderr)
+        shown = section

@@ -1,0 +1,35 @@
+"""Values that a running engine settled because the configuration left them open, each with its reason."""
+
+from __future__ import annotations
+
+from engine.config import ServeConfig
+from engine.limits import step_limits
+from engine.protocol import EngineInfo
+
+
+def derived_values(config: ServeConfig, info: EngineInfo) -> list[tuple[str, int | str, str]]:
+    """Rows (setting, value, reason) of what `info`, the engine of this configuration, was left to settle."""
+    by_device = f"default on {info.device}"
+    rows: list[tuple[str, int | str, str]] = []
+    if config.model.device == "auto":
+        rows.append(("device", info.device, "a GPU is there" if info.device != "cpu" else "no GPU is there"))
+    if config.model.dtype == "auto":
+        rows.append(("dtype", info.dtype, by_device))
+    if config.model.max_model_len is None:
+        rows.append(("max_model_len", info.max_model_len, "the model's own"))
+    elif config.model.max_model_len == -1:
+        rows.append(("max_model_len", info.max_model_len, "as many as fit the KV cache, up to the model's own"))
+    if config.scheduler.max_num_batched_tokens is None:
+        rows.append(("max_num_batched_tokens", info.max_num_batched_tokens, _budget_reason(config, info, by_device)))
+    if config.scheduler.max_num_seqs is None:
+        rows.append(("max_num_seqs", info.max_num_seqs, by_device))
+    if config.cache.num_gpu_blocks_override is None:
+        size = "kv_cache_memory_bytes" if config.cache.kv_cache_memory_bytes else "gpu_memory_utilization"
+        rows.append(("num_gpu_blocks", info.num_blocks, f"what {size} leaves room for, {info.block_size} tokens each"))
+    return rows
+
+
+def _budget_reason(config: ServeConfig, info: EngineInfo, by_device: str) -> str:
+    if info.device == "cpu" and info.max_num_batched_tokens < step_limits(config.scheduler, "cpu")[0]:
+        return "measured: a full step stays under half a second"
+    return by_device
