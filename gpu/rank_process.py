@@ -25,6 +25,7 @@ class Trouble(NamedTuple):
 
     when: float  # CLOCK_MONOTONIC, or CERTAIN
     text: str
+    permanent: bool = False  # a new start would end the same way
 
 
 class RankProcess:

@@ -63,6 +63,7 @@ class Failed(msgspec.Struct, array_like=True, tag=3):
     doing: str  # "while loading", "in step 7"
     reason: str
     when: float  # CLOCK_MONOTONIC, one clock for all processes: of several ranks' failures the first is the cause
+    permanent: bool = False  # a new start would fail the same way
 
 
 class Logged(msgspec.Struct, array_like=True, tag=4):
@@ -132,6 +133,11 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+def is_permanent(error: BaseException) -> bool:
+    """The checkpoint is at fault, which no new start mends."""
+    return isinstance(error, CheckpointError)
+
+
 class Worker:
     def __init__(self, rank: int, commands: Connection, reports: Connection) -> None:
         self.rank = rank
@@ -153,7 +159,8 @@ class Worker:
         except Exception as error:
             if self._told_to_stop.is_set():
                 return 0
-            self.report(Failed(self._doing, describe(error), time.monotonic()))  # first, before ranks that need this one fail too
+            # At once, before ranks that need this one fail too.
+            self.report(Failed(self._doing, describe(error), time.monotonic(), is_permanent(error)))
             logger.exception("rank %d failed %s", self.rank, self._doing)
             return 1
         leave_group()

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -111,6 +110,14 @@ def _wait_until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
+def _is_unwell(executor: Executor) -> bool:
+    try:
+        executor.check_health()
+    except WorkerError:
+        return True
+    return False
+
+
 def _is_gone(pid: int) -> bool:
     """Also when nobody reaps it: the parent of these tests' orphans may be a process that does not."""
     try:
@@ -202,7 +209,7 @@ def test_exception_in_load(
     for later in (lambda: executor.allocate_kv(1, 1), lambda: executor.submit(_prefill()), executor.collect, executor.check_health):
         with pytest.raises(WorkerError) as again:
             later()
-        assert again.value is raised.value
+        assert again.value is raised.value and not raised.value.permanent
 
 
 def test_a_worker_that_cannot_begin_tells_why(make_executor: StartExecutor, null_settings: Callable[[str], None]) -> None:
@@ -212,9 +219,10 @@ def test_a_worker_that_cannot_begin_tells_why(make_executor: StartExecutor, null
 
 
 @pytest.mark.parametrize("backend", ["uni", "mp"])
-def test_a_model_that_is_not_there(make_executor: StartExecutor, backend: str) -> None:
-    with pytest.raises(WorkerError, match=r"^rank 0 failed while loading: there is no model at /nowhere"):
+def test_a_model_that_is_not_there_is_a_permanent_failure(make_executor: StartExecutor, backend: str) -> None:
+    with pytest.raises(WorkerError, match=r"^rank 0 failed while loading: there is no model at /nowhere") as raised:
         make_executor(backend, load_format="auto", model="/nowhere").start()
+    assert raised.value.permanent
 
 
 def test_kill_while_loading(make_executor: StartExecutor, null_settings: Callable[[str], None]) -> None:
@@ -263,8 +271,6 @@ def test_exception_in_execute(
 ) -> None:
     null_settings(f"fail_while=execute,fail_rank={failing},fail_step=2,step_seconds=0.02")
     executor = start_executor(backend, num_ranks)
-    told: SimpleQueue[WorkerError] = SimpleQueue()
-    executor.on_failure = told.put
     _run(executor, _prefill(0))
     _run(executor, _decode(1))
     with pytest.raises(WorkerError, match=rf"^rank {failing} failed in step 2: RuntimeError: failure in step 2") as raised:
@@ -272,10 +278,7 @@ def test_exception_in_execute(
             _run(executor, _decode(step))
     with pytest.raises(WorkerError) as again:
         executor.submit(_decode(3))
-    assert again.value is raised.value
-    assert told.get(timeout=SECONDS) is raised.value
-    executor.shutdown()
-    assert told.empty()
+    assert again.value is raised.value and not raised.value.permanent
 
 
 def test_a_plan_against_the_contract_of_rows_ends_the_group(start_executor: StartExecutor) -> None:
@@ -301,33 +304,15 @@ def test_kill_in_a_step(start_executor: StartExecutor, null_settings: Callable[[
 
 def test_kill_while_idle_is_told(start_executor: StartExecutor) -> None:
     executor = start_executor("mp", 2)
-    told = threading.Event()
-    executor.on_failure = lambda failure: told.set()
     _run(executor, _prefill())
     pids = _pids(executor)
     os.kill(pids[1], signal.SIGKILL)
-    assert told.wait(SECONDS)
+    _wait_until(lambda: _is_unwell(executor), "the failure")
     with pytest.raises(WorkerError, match=r"^rank 1 was killed by signal 9 while idle"):
         executor.check_health()
     with pytest.raises(WorkerError, match=r"^rank 1 was killed by signal 9 while idle"):
         executor.submit(_decode(1))
     _wait_until(lambda: all(map(_is_gone, pids)), "the other rank's end")
-
-
-def test_on_failure_may_shut_down(start_executor: StartExecutor) -> None:
-    executor = start_executor("mp", 2)
-    done = threading.Event()
-
-    def shut_down(failure: WorkerError) -> None:
-        executor.shutdown()
-        done.set()
-
-    executor.on_failure = shut_down
-    pids = _pids(executor)
-    os.kill(pids[0], signal.SIGTERM)
-    assert done.wait(SECONDS)
-    with pytest.raises(WorkerError, match=r"^rank 0 was killed by signal 15 while idle"):
-        executor.check_health()
 
 
 # The end
