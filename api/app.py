@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,12 +17,17 @@ from api import chat, completions, health, models, requests, tokenize
 from api.auth import Authentication, check_exposure
 from api.errors import install_error_handlers
 from api.middleware import BodyLimit, RequestContext
+from api.schemas import ErrorAnswer
 from api.service import Service, service_of
 from api.version import VERSION
 from engine.config import ApiConfig, RedisConfig
 
 DESCRIPTION = "OpenAI-compatible inference on Redis streams."
 JSON_TYPE = "application/json"
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorAnswer, "description": "Nothing was done, for a reason of the request's"},
+    "5XX": {"model": ErrorAnswer, "description": "Nothing is wrong with the request; 503 says when to ask again"},
+}
 
 metrics_router = APIRouter()
 
@@ -31,13 +37,13 @@ def metrics(request: Request) -> Response:
     return Response(service_of(request).metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-def create_app(config: ApiConfig, redis_config: RedisConfig, on_failure: Callable[[BaseException], None] | None = None) -> FastAPI:
-    """An application that connects to Redis when it starts up. `on_failure`: a background task died, the process must end.
+def create_app(config: ApiConfig, redis_config: RedisConfig) -> FastAPI:
+    """An application that connects to Redis when it starts up; its `Service` is `app.state.service`.
 
-    Raises ConfigurationError for keys that are none, and where it would be open to the network without any.
+    Raises ConfigurationError for settings that cannot be, and where it would be open to the network without keys.
     """
     check_exposure(config)
-    service = Service(config, redis_config, on_failure)
+    service = Service(config, redis_config)
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -57,7 +63,7 @@ def create_app(config: ApiConfig, redis_config: RedisConfig, on_failure: Callabl
     )
     app.state.service = service
     for module in (chat, completions, models, tokenize, requests):
-        app.include_router(module.router, dependencies=[Depends(demand_json)])
+        app.include_router(module.router, dependencies=[Depends(demand_json)], responses=ERRORS)
     app.include_router(health.router)
     app.include_router(metrics_router)
     install_error_handlers(app)

@@ -147,3 +147,16 @@ TokenizeRequest = TokenizeChatRequest | TokenizeCompletionRequest
 class DetokenizeRequest(ApiModel):
     model: str | None = None
     tokens: list[TokenId]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorAnswer(BaseModel):
+    """Every answer that is an error, and the last event but `[DONE]` of a stream that breaks off."""
+
+    error: ErrorDetail

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from api.auth import ConfigurationError
 from api.errors import RETRY_AFTER, BadRequest, NotFound, ServiceUnavailable
 from api.sampling import ModelLimits
 from api.template import ChatTemplate
@@ -62,11 +63,11 @@ class ServedModel:
 
 
 class ServedModels:
-    """`pool` runs what would hold up the event loop: reading a large tokenizer takes a second."""
+    """`pool` runs what would hold up the event loop: reading a large tokenizer takes a second. Raises ConfigurationError."""
 
     def __init__(self, config: ApiConfig, pool: Executor) -> None:
         self.template_defaults = _template_defaults(config)
-        self._template_source = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
+        self._template_source = _template_source(config)
         self._pool = pool
         self._files: dict[str, asyncio.Task[ModelFiles]] = {}
         self._seen: set[str] = set()
@@ -145,10 +146,24 @@ class ServedModels:
 def _template_defaults(config: ApiConfig) -> dict[str, Any]:
     if not config.default_chat_template_kwargs:
         return {}
-    value = json.loads(config.default_chat_template_kwargs)
+    try:
+        value = json.loads(config.default_chat_template_kwargs)
+    except ValueError as error:
+        raise ConfigurationError(f"--default-chat-template-kwargs is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError("--default-chat-template-kwargs must be a JSON object")
+        raise ConfigurationError("--default-chat-template-kwargs must be a JSON object")
     return value
+
+
+def _template_source(config: ApiConfig) -> str | None:
+    if not config.chat_template:
+        return None
+    try:
+        source = Path(config.chat_template).read_text(encoding="utf-8")
+        ChatTemplate(source)
+    except (OSError, UnicodeError, BadRequest) as error:
+        raise ConfigurationError(f"--chat-template {config.chat_template}: {error}") from error
+    return source
 
 
 def _template_variables(bundle: TokenizerBundle) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import signal
 import socket
@@ -16,8 +17,10 @@ from contextlib import contextmanager
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from api.app import create_app
+from api.auth import ConfigurationError
 from api.service import Service
 from engine.config import ApiConfig, RedisConfig
 
@@ -33,12 +36,17 @@ def run_api(config: ApiConfig, redis_config: RedisConfig, fd: int | None = None)
     """Serve until told to stop; returns the process's exit code: 0 after a signal, 1 when a part of the server died.
 
     `fd`: an inherited listening socket, which several API processes may share; else `config.host` and `config.port` are bound.
-    Raises ConfigurationError, and OSError when the address is taken.
+    78 (EX_CONFIG) tells a supervisor that it will fail again the same way. Raises OSError when the address is taken.
     """
+    try:
+        app = create_app(config, redis_config)
+    except ConfigurationError as error:
+        logger.error("%s", error)
+        return os.EX_CONFIG
     _raise_file_limit()
     listener = _inherited(fd) if fd is not None else listen(config.host, config.port)
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, redis_config, listener))
+        return runner.run(_serve(app, listener))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -94,12 +102,13 @@ class _Ending:
         self.asked.set()
 
 
-async def _serve(config: ApiConfig, redis_config: RedisConfig, listener: socket.socket) -> int:
+async def _serve(app: FastAPI, listener: socket.socket) -> int:
     ending = _Ending()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.signal)
-    app = create_app(config, redis_config, ending.fail)
+    service: Service = app.state.service
+    service.on_failure = ending.fail
     server = _Server(
         uvicorn.Config(
             app,
@@ -121,7 +130,7 @@ async def _serve(config: ApiConfig, redis_config: RedisConfig, listener: socket.
         asked.cancel()
         serving.result()
         return 1  # it could not start up, or stopped unasked
-    await _stop(server, app.state.service, ending)
+    await _stop(server, service, ending)
     await serving
     return 1 if ending.failure is not None else 0
 

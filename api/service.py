@@ -25,11 +25,9 @@ RETRY_SECONDS = 1.0
 
 
 class Service:
-    """`on_failure` is called when a background task died: the process must end then, with an error."""
+    """`on_failure` is called when a background task died: the process must end then, with an error. Raises ConfigurationError."""
 
-    def __init__(
-        self, config: ApiConfig, redis_config: RedisConfig, on_failure: Callable[[BaseException], None] | None = None
-    ) -> None:
+    def __init__(self, config: ApiConfig, redis_config: RedisConfig) -> None:
         self.config = config
         self.redis_config = redis_config
         self.keys = KeyRing(config.api_key)
@@ -40,7 +38,7 @@ class Service:
         self.limits = AdmissionLimits(config.max_num_queued_reqs, config.max_num_queued_tokens)
         self.draining = False
         self.observer = RequestObserver(self.metrics)
-        self._on_failure = on_failure
+        self.on_failure: Callable[[BaseException], None] | None = None
         self._client: AsyncClient | None = None
         self._background: asyncio.Task[None] | None = None
 
@@ -64,7 +62,7 @@ class Service:
 
     async def _connect(self, first_try: asyncio.Event) -> None:
         while self._client is None:
-            client = AsyncClient(self.bus, self._on_failure)
+            client = AsyncClient(self.bus, self.on_failure)
             try:
                 await client.start()
                 self._client = client
@@ -76,8 +74,8 @@ class Service:
         first_try.set()
 
     def _background_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None and self._on_failure is not None:
-            self._on_failure(error)
+        if not task.cancelled() and (error := task.exception()) is not None and self.on_failure is not None:
+            self.on_failure(error)
 
     @property
     def client(self) -> AsyncClient:

@@ -57,7 +57,7 @@ def test_loopback_needs_no_keys(host: str) -> None:
     check_exposure(ApiConfig(host=host))
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "example.org", ""])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "no such host", ""])
 def test_other_addresses_do(host: str) -> None:
     with pytest.raises(ConfigurationError, match="--api-key"):
         check_exposure(ApiConfig(host=host))

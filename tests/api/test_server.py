@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
-from api.server import listen
+from api.server import listen, run_api
+from engine.config import ApiConfig, RedisConfig
 from tests.api.conftest import NULL_ENGINE
 from tests.api.live_server import LiveServer, sse_events
 
@@ -100,3 +104,46 @@ def test_an_address_that_is_taken() -> None:
         taken.listen()
         with pytest.raises(OSError, match="in use"):
             listen("127.0.0.1", taken.getsockname()[1])
+
+
+class DyingService:
+    """Stands for a server of which a background task dies as soon as it runs: no real one can be made to on demand."""
+
+    config = ApiConfig()
+    on_failure: Callable[[BaseException], None]
+
+    async def drain(self, timeout: float) -> None:
+        return
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_server_with_a_dead_part_ends_with_an_error(monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
+    service = DyingService()
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        if dies:
+            asyncio.get_running_loop().call_later(0.1, service.on_failure, RuntimeError("a task died"))
+        else:
+            asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGTERM)
+        yield
+
+    app = FastAPI(lifespan=life)
+    app.state.service = service
+    monkeypatch.setattr("api.server.create_app", lambda config, redis_config: app)
+    assert run_api(ApiConfig(port=0), RedisConfig()) == (1 if dies else 0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ApiConfig(host="0.0.0.0"),
+        ApiConfig(api_key=["nonsense"]),
+        ApiConfig(chat_template="/no/such/file"),
+        ApiConfig(default_chat_template_kwargs="[1]"),
+        ApiConfig(default_chat_template_kwargs="{"),
+    ],
+)
+def test_settings_that_will_never_do(config: ApiConfig) -> None:
+    config.port = 0
+    assert run_api(config, RedisConfig()) == os.EX_CONFIG
