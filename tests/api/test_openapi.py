@@ -36,7 +36,7 @@ OPERATIONS = [
 SETTINGS = settings(
     max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate], database=None
 )
-DEAR = {"n": 4, "max_tokens": 8, "max_completion_tokens": 8}  # valid, but slow beyond these
+DEAR = {"n": 2, "max_tokens": 8, "max_completion_tokens": 8}  # more is valid, but slow
 SLOW = range(5, 20_000)
 
 
@@ -68,9 +68,9 @@ def test_no_server_error(null_server: LiveServer, schema: Any, method: str, path
 
 
 def send(client: httpx.Client, case: Case) -> httpx.Response:
-    if isinstance(case.body, dict):
+    if isinstance(case.body, dict) and case.path.endswith("completions"):
         for field, most in DEAR.items():
-            if isinstance(case.body.get(field), int) and case.body[field] in SLOW:
+            if case.body.get(field) is None or case.body[field] in SLOW:
                 case.body[field] = most
     sent = case.as_transport_kwargs(base_url=str(client.base_url))
     sent.pop("cookies", None)
