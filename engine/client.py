@@ -340,8 +340,8 @@ class AsyncClient:
 
 
 async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
-    """Cancel until all have ended: `asyncio.wait_for` of Python 3.11, in which redis-py waits, can swallow a cancellation that comes
-    together with its result."""
+    """Cancel until all have ended: `asyncio.wait_for` of Python 3.11, in which redis-py waits, can swallow a cancellation that
+    comes together with its result."""
     while tasks:
         for task in tasks:
             task.cancel()

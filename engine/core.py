@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.config import Capacity, EngineConfig, WorkerConfig
+from engine.config import EngineConfig, WorkerConfig
 from engine.limits import Limits, calibrated_budget, fit_kv_cache, step_limits
 from engine.outputs import StepOutputs
 from engine.protocol import EngineStats, FinishReason
@@ -35,7 +35,7 @@ class EngineCore:
         worker_config = WorkerConfig(config.model, config.cache, config.parallel, max_num_seqs, budget)
         self.executor = Executor.make(worker_config)
         try:
-            self.capacity: Capacity = self.executor.start(progress)
+            self.capacity = self.executor.start(progress)
             budget = calibrated_budget(config.scheduler, budget, self.capacity)
             max_model_len, num_blocks = fit_kv_cache(config.model, config.cache, self.capacity)
             self.executor.allocate_kv(num_blocks, max_model_len)

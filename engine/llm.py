@@ -1,6 +1,7 @@
 """Offline use: a model in this process, driven step by step by the caller. No Redis, no HTTP.
 
 from engine.llm import LLM
+from engine.protocol import SamplingParams
 llm = LLM("path/to/model")
 print(llm.generate("The headrace leads water", SamplingParams(temperature=0.0, max_tokens=32))[0].choices[0].text)
 """
@@ -14,15 +15,15 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from gpu.tokenizer_files import load_tokenizer_files
 from tokenizers import Tokenizer
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.outputs import StepOutputs
-from engine.protocol import FinishReason, SamplingParams, child_seed
+from engine.protocol import SamplingParams
 from engine.request import Request
 from gpu.plan import PromptLogprobs, SampledLogprobs
+from gpu.tokenizer_files import load_tokenizer_files
 
 
 @dataclass
@@ -81,7 +82,7 @@ class LLM:
         if not 0 < len(token_ids) < self.core.limits.max_model_len:
             raise ValueError(f"a prompt of {len(token_ids)} tokens; 1 to {self.core.limits.max_model_len - 1} are possible")
         if not sampling.eos_token_ids:
-            sampling = _with_eos(sampling, self.core.capacity.eos_token_ids)
+            sampling = msgspec.structs.replace(sampling, eos_token_ids=self.core.capacity.eos_token_ids)
         handle = next(self._ids)
         for choice in range(sampling.n):
             self.core.add_request(
@@ -90,7 +91,6 @@ class LLM:
                     choice=choice,
                     prompt_token_ids=token_ids,
                     sampling=sampling,
-                    seed=child_seed(sampling.seed, choice),
                     handle=handle,
                     arrival_time=self.core.clock(),
                 )
@@ -112,13 +112,12 @@ class LLM:
         for request, _, logprobs in outputs.logprobs:
             answers[request.handle].choices[request.choice].logprobs.append(logprobs)
         for request, prompt_logprobs in outputs.prompt_logprobs:
-            if request.choice == 0:
-                answers[request.handle].prompt_logprobs.append(prompt_logprobs)
+            answers[request.handle].prompt_logprobs.append(prompt_logprobs)
         for request in outputs.finished:
             answer = answers[request.handle]
             answer.num_cached_tokens = max(answer.num_cached_tokens, request.num_cached_tokens)
             choice = answer.choices[request.choice]
-            choice.finish_reason = str(request.finish_reason if request.finish_reason is not None else FinishReason.ERROR)
+            choice.finish_reason = str(request.finish_reason)
             choice.stop_reason, choice.error = request.stop_reason, request.error
             if self._tokenizer is not None:
                 choice.text = self._tokenizer.decode(choice.token_ids, skip_special_tokens=True)
@@ -145,7 +144,3 @@ def _configure(model: str, options: dict[str, Any]) -> EngineConfig:
             raise TypeError(f"LLM has no option {name!r}")
         setattr(section, name, value)
     return config
-
-
-def _with_eos(sampling: SamplingParams, eos_token_ids: list[int]) -> SamplingParams:
-    return msgspec.structs.replace(sampling, eos_token_ids=eos_token_ids)
