@@ -18,20 +18,23 @@ from engine.protocol import (
     StoredOutput,
     encode_column,
 )
-from engine.request import Request, make_requests
+from engine.request import Request
 from gpu.plan import PromptLogprobs, SampledLogprobs
 
 
 @dataclass
 class HeldRequest:
-    """One entry of the stream with its `n` choices."""
+    """A request that this engine took, with its `n` choices."""
 
-    entry_id: str
     source: EngineCoreRequest
     choices: list[Request]
-    logprobs: list[list[OutputLogprobs]]  # by choice, in order of output; empty when not asked for
     prompt_logprobs: list[OutputPromptLogprobs] = field(default_factory=list)
-    num_open: int = 0
+    logprobs: list[list[OutputLogprobs]] = field(init=False)  # by choice, in order of output; empty when not asked for
+    num_open: int = field(init=False)  # choices whose end was not noted yet
+
+    def __post_init__(self) -> None:
+        self.logprobs = [[] for _ in self.choices]
+        self.num_open = len(self.choices)
 
     def finished_output(self, request: Request) -> FinishedOutput:
         return FinishedOutput(
@@ -71,20 +74,17 @@ class HeldRequests:
 
     def __init__(self) -> None:
         self._held: dict[str, HeldRequest] = {}
-        self._by_handle: dict[tuple[int, int], HeldRequest] = {}  # (client index, handle)
         self._early_aborts: OrderedDict[str, Abort] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._held
-
     def get(self, request_id: str) -> HeldRequest | None:
         return self._held.get(request_id)
 
-    def by_handle(self, client: int, handle: int) -> HeldRequest | None:
-        return self._by_handle.get((client, handle))
+    def of(self, request: Request) -> HeldRequest:
+        """What holds a choice that has not been closed."""
+        return self._held[request.request_id]
 
     def all(self) -> list[HeldRequest]:
         return list(self._held.values())
@@ -92,8 +92,6 @@ class HeldRequests:
     def add(self, held: HeldRequest) -> Abort | None:
         """Hold a request; returns the abort that came before it, if one did."""
         self._held[held.source.request_id] = held
-        self._by_handle[held.choices[0].client, held.source.handle] = held
-        held.num_open = len(held.choices)
         return self._early_aborts.pop(held.source.request_id, None)
 
     def remember_abort(self, command: Abort) -> None:
@@ -105,16 +103,7 @@ class HeldRequests:
         """Note the end of a choice; returns the held request when it was the last one, which is then no longer held."""
         held = self._held[request.request_id]
         held.num_open -= 1
-        if held.num_open > 0:
-            return None
-        del self._by_handle[request.client, request.handle]
-        return self._held.pop(request.request_id)
-
-
-def make_held(entry_id: str, source: EngineCoreRequest, client: int, received: float) -> HeldRequest:
-    """The choices of an `EngineCoreRequest` as the scheduler takes them. `client`: index of its API server in the loop's table."""
-    choices = make_requests(source, client, received)
-    return HeldRequest(entry_id, source, choices, [[] for _ in choices])
+        return None if held.num_open else self._held.pop(request.request_id)
 
 
 def reason_of(request: Request) -> FinishReason:

@@ -27,7 +27,6 @@ LOOK_SECONDS = 0.2  # the longest that a lost bell can delay a request or a comm
 class Arrival:
     """A request taken from the stream."""
 
-    entry_id: str
     request: EngineCoreRequest
     received: float  # epoch seconds
 
@@ -116,7 +115,7 @@ class Intake:
             self._bus.run(calls.reject(self._model, self._slot, self._incarnation, entry_id, "The request could not be read."))
             return
         self._num_taken += 1
-        self._inbox.put(Arrival(entry_id, request, time.time()))
+        self._inbox.put(Arrival(request, time.time()))
 
     def _take_commands(self) -> None:
         last_id = "0"

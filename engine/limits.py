@@ -38,7 +38,7 @@ def step_limits(config: SchedulerConfig, device: str, memory_bytes: int = 0, dev
 
 
 def calibrated_budget(config: SchedulerConfig, budget: int, capacity: Capacity) -> int:
-    """The token budget, lowered on a CPU so that a full step stays under half a second, never below 128. A configured one stands."""
+    """The token budget, lowered on a CPU so that a full step takes half a second, never below 128. A configured one stands."""
     if config.max_num_batched_tokens or capacity.device != "cpu" or not capacity.profiled_seconds_per_token:
         return budget
     affordable = int(CPU_STEP_SECONDS / capacity.profiled_seconds_per_token)

@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.core import EngineCore
 from engine.heartbeat import Heartbeat
-from engine.held import HeldRequest, HeldRequests, make_held, output_logprobs, output_prompt_logprobs
+from engine.held import HeldRequest, HeldRequests, output_logprobs, output_prompt_logprobs
 from engine.intake import Arrival, Intake
 from engine.outflow import Outflow, Report
 from engine.outputs import StepOutputs
@@ -30,16 +30,12 @@ from engine.protocol import (
     Utility,
     encode_column,
 )
-from engine.request import Request
+from engine.request import Request, make_requests
 from engine.utilities import run_utility
 
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.25  # how often an idle engine looks after its workers
-
-
-class EngineStopped(Exception):
-    """The loop was asked to stop; what it held has been ended."""
 
 
 class EngineLoop:
@@ -118,7 +114,7 @@ class EngineLoop:
     def _admit(self, arrival: Arrival, report: Report) -> None:
         self.intake.num_admitted += 1
         source = arrival.request
-        held = make_held(arrival.entry_id, source, self._index_of(source.client), arrival.received)
+        held = HeldRequest(source, make_requests(source, self._index_of(source.client), arrival.received))
         early = self.held.add(held)
         if early is not None:
             self._close_unrun(held, early.reason, None, report)
@@ -160,7 +156,7 @@ class EngineLoop:
         else:
             for request in self.core.finish(command.request_id, command.choice, command.reason, command.keep, command.stop_reason):
                 self._close(request, report)
-            num_tokens = sum(len(self._tokens_of(request)) for request in held.choices)
+            num_tokens = self._num_output_tokens(held)
         if command.reply_to:
             report.replies.append((command.reply_to, ControlReply(command.token, num_tokens=num_tokens)))
 
@@ -190,23 +186,21 @@ class EngineLoop:
     def _give_out(self, outputs: StepOutputs) -> None:
         report = Report(outputs)
         for request, offset, entry in outputs.logprobs:
-            if (held := self.held.get(request.request_id)) is not None:
-                held.logprobs[request.choice].append(output_logprobs(request, offset, entry))
+            told = output_logprobs(request, offset, entry)
+            self.held.of(request).logprobs[request.choice].append(told)
+            report.logprobs.append((request.client, told))
         for request, prompt_entry in outputs.prompt_logprobs:
-            if request.choice == 0 and (held := self.held.get(request.request_id)) is not None:
-                held.prompt_logprobs.append(output_prompt_logprobs(request, prompt_entry))
-        for index in np.flatnonzero((outputs.offsets == 0) & (outputs.choices == 0)).tolist():
-            held = self.held.by_handle(int(outputs.clients[index]), int(outputs.handles[index]))
-            if held is not None:
-                report.started.append(held)
+            prompt_told = output_prompt_logprobs(request, prompt_entry)
+            self.held.of(request).prompt_logprobs.append(prompt_told)
+            report.prompt_logprobs.append((request.client, prompt_told))
+        report.started = [self.held.of(request) for request in outputs.started if request.choice == 0]
         for request in outputs.finished:
             self._close(request, report)
         if report:
             self.outflow.put(report)
 
     def _close(self, request: Request, report: Report) -> None:
-        held = self.held.get(request.request_id)
-        assert held is not None, f"{request.request_id} ended, but is not held"
+        held = self.held.of(request)
         report.ended_choices.append((held, request))
         if self.held.close_choice(request) is not None:
             report.ended.append(held)
@@ -235,7 +229,10 @@ class EngineLoop:
 
     def _progress(self) -> dict[str, int]:
         """Output tokens so far of every request held."""
-        return {held.source.request_id: sum(len(self._tokens_of(request)) for request in held.choices) for held in self.held.all()}
+        return {held.source.request_id: self._num_output_tokens(held) for held in self.held.all()}
+
+    def _num_output_tokens(self, held: HeldRequest) -> int:
+        return sum(map(self.core.scheduler.num_output_tokens, held.choices))
 
     def _index_of(self, client: str) -> int:
         if client not in self._client_index:

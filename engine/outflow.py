@@ -17,9 +17,9 @@ import numpy as np
 from engine import calls, keys
 from engine.bus import Bus, BusUnavailable
 from engine.calls import EndedRequest
-from engine.held import HeldRequest, output_logprobs, output_prompt_logprobs, reason_of
+from engine.held import HeldRequest, reason_of
 from engine.outputs import StepOutputs
-from engine.protocol import ControlReply, EngineCoreOutputs, encode, encode_column
+from engine.protocol import ControlReply, EngineCoreOutputs, OutputLogprobs, OutputPromptLogprobs, encode, encode_column
 from engine.request import Request
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,9 @@ MOST_WAITING_REPORTS = 256  # steps of output held while Redis is away
 class Report:
     """What happened in one step, or between two."""
 
-    outputs: StepOutputs | None = None
+    outputs: StepOutputs | None = None  # its columns
+    logprobs: list[tuple[int, OutputLogprobs]] = field(default_factory=list)  # index of the client, what it is told
+    prompt_logprobs: list[tuple[int, OutputPromptLogprobs]] = field(default_factory=list)
     started: list[HeldRequest] = field(default_factory=list)  # first token sampled
     ended_choices: list[tuple[HeldRequest, Request]] = field(default_factory=list)
     ended: list[HeldRequest] = field(default_factory=list)  # every choice has ended
@@ -39,8 +41,8 @@ class Report:
     replies: list[tuple[str, ControlReply]] = field(default_factory=list)  # client, answer
 
     def __bool__(self) -> bool:
-        some_tokens = self.outputs is not None and (len(self.outputs.handles) > 0 or bool(self.outputs.prompt_logprobs))
-        return some_tokens or any((self.started, self.ended_choices, self.ended, self.replays, self.replies))
+        some_tokens = self.outputs is not None and len(self.outputs.handles) > 0
+        return some_tokens or any((self.prompt_logprobs, self.ended_choices, self.replays, self.replies))
 
 
 class Outflow:
@@ -113,16 +115,20 @@ class Outflow:
     def _messages(self, report: Report) -> list[tuple[str, bytes]]:
         by_client: dict[int, EngineCoreOutputs] = {}
         if report.outputs is not None:
-            self._add_outputs(report.outputs, by_client)
+            self._add_columns(report.outputs, by_client)
+        for client, told in report.logprobs:
+            self._of(by_client, client).logprobs.append(told)
+        for client, prompt_told in report.prompt_logprobs:
+            self._of(by_client, client).prompt_logprobs.append(prompt_told)
         for held, request in report.ended_choices:
             self._of(by_client, request.client).finished.append(held.finished_output(request))
         messages = [(self._clients[client], encode(message)) for client, message in by_client.items()]
-        for client, replay in report.replays:
+        for asker, replay in report.replays:
             replay.engine, replay.incarnation, replay.step = self._engine, self._incarnation, self._num_flushes
-            messages.append((client, encode(replay)))
+            messages.append((asker, encode(replay)))
         return messages
 
-    def _add_outputs(self, outputs: StepOutputs, by_client: dict[int, EngineCoreOutputs]) -> None:
+    def _add_columns(self, outputs: StepOutputs, by_client: dict[int, EngineCoreOutputs]) -> None:
         for client in np.unique(outputs.clients).tolist():
             theirs = slice(None) if len(self._clients) == 1 else outputs.clients == client
             message = self._of(by_client, client)
@@ -130,11 +136,6 @@ class Outflow:
             message.choices = encode_column(outputs.choices[theirs])
             message.offsets = encode_column(outputs.offsets[theirs])
             message.token_ids = encode_column(outputs.token_ids[theirs])
-        for request, offset, entry in outputs.logprobs:
-            self._of(by_client, request.client).logprobs.append(output_logprobs(request, offset, entry))
-        for request, prompt_entry in outputs.prompt_logprobs:
-            if request.choice == 0:
-                self._of(by_client, request.client).prompt_logprobs.append(output_prompt_logprobs(request, prompt_entry))
 
     def _of(self, by_client: dict[int, EngineCoreOutputs], client: int) -> EngineCoreOutputs:
         if client not in by_client:

@@ -23,6 +23,7 @@ class StepOutputs:
     token_ids: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     logprobs: list[tuple[Request, int, SampledLogprobs]] = field(default_factory=list)  # request, offset, logprobs
     prompt_logprobs: list[tuple[Request, PromptLogprobs]] = field(default_factory=list)
+    started: list[Request] = field(default_factory=list)  # got their first token
     finished: list[Request] = field(default_factory=list)  # ended by the scheduler: stop, length, error
     released: list[Request] = field(default_factory=list)  # ended before by `finish`, and their blocks are free now
 

@@ -277,7 +277,6 @@ class Scheduler:
 
     def _take_in(self, planned: PlannedStep, output: ModelRunnerOutput, outputs: StepOutputs, now: float) -> None:
         table = self.rows
-        self.statistics.counters.last_step_seconds = output.forward_seconds
         if output.failed_rows:
             self._fail(planned, output.failed_rows, now)
         table.num_written[planned.rows] += planned.num_tokens
@@ -289,8 +288,10 @@ class Scheduler:
         outputs.offsets, outputs.token_ids = offsets.astype(np.int32), token_ids
         self.statistics.counters.generation_tokens += len(rows)
         for row in rows[offsets == 0].tolist():
-            self.statistics.counters.prompt_tokens += int(table.num_prompt[row])
-            table.request(row).times.first_token = now
+            request = table.request(row)
+            self.statistics.counters.prompt_tokens += request.num_prompt_tokens
+            request.times.first_token = now
+            outputs.started.append(request)
         self._publish(planned.rows)
         self._collect_logprobs(output, outputs)
         self._stop(rows, token_ids, positions + 1, now)
@@ -388,6 +389,12 @@ class Scheduler:
         if request.row < 0:
             return request.output_token_ids
         return np.frombuffer(self.rows.token_bytes(request.row), dtype=np.int32)[request.num_prompt_tokens :]
+
+    def num_output_tokens(self, request: Request) -> int:
+        """Of a request in any state, so far."""
+        if request.row < 0 or request.status.finished:
+            return request.num_output_tokens
+        return int(self.rows.num_known[request.row]) - request.num_prompt_tokens
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, with nothing done, while any request holds blocks."""
