@@ -1,0 +1,65 @@
+"""Log lines: JSON for machines, text for people, extra fields in both."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from engine.config import LogConfig
+from ops.logs import configure_logging, resolve_format
+
+
+@pytest.fixture(autouse=True)
+def root_as_it_was() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def log_one(monkeypatch: pytest.MonkeyPatch, config: LogConfig) -> str:
+    configure_logging(config, "api")
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)  # after configuring: a display may take stderr over at any time
+    log = logging.getLogger("test")
+    log.debug("unheard")
+    try:
+        raise ValueError("why")
+    except ValueError:
+        log.exception("took %d ms", 5, extra={"request_id": "r-1"})
+    return stream.getvalue()
+
+
+def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = log_one(monkeypatch, LogConfig(log_format="json")).splitlines()
+    record = json.loads(line)
+    assert {name: record[name] for name in ("level", "message", "role", "request_id", "logger")} == {
+        "level": "error",
+        "message": "took 5 ms",
+        "role": "api",
+        "request_id": "r-1",
+        "logger": "test",
+    }
+    assert "ValueError: why" in record["exc_info"] and record["time"].endswith("+00:00")
+
+
+def test_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *trace = log_one(monkeypatch, LogConfig(log_format="text")).splitlines()
+    assert first.split(" ", 1)[1] == "api     error   took 5 ms  request_id=r-1"
+    assert trace[-1] == "ValueError: why"
+
+
+def test_auto_is_text_on_a_terminal_alone() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert resolve_format(LogConfig(), Terminal()) == "text"
+    assert resolve_format(LogConfig(), io.StringIO()) == "json"
+    assert resolve_format(LogConfig(log_format="json"), Terminal()) == "json"
