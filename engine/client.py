@@ -49,14 +49,12 @@ from engine.stream import RequestUpdate as RequestUpdate
 logger = logging.getLogger(__name__)
 
 HOUSEKEEPING_SECONDS = 0.5
-FIRST_PROBE_SECONDS = 2.0
-LONGEST_PROBE_SECONDS = 16.0
 
 
 @dataclass(frozen=True)
 class AbortResult:
     found: bool
-    state: str  # "ended" when it is over and its blocks are free; "unconfirmed" when its engine did not answer in time
+    state: str  # "ended": over, and its blocks are free; "unconfirmed": its engine did not answer in time; "unknown": not found
     num_tokens: int
     record: RecordView | None = None
 
@@ -77,7 +75,7 @@ class AsyncClient:
         self._replies: dict[str, asyncio.Future[ControlReply]] = {}
         self._incarnations: dict[str, int] = {}  # engine -> the newest incarnation heard of
         self._bundles: dict[str, TokenizerBundle] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()  # for as long as this client lives
         self._errands: set[asyncio.Task[Any]] = set()  # aborts and repairs that nobody awaits
 
     # Life
@@ -86,16 +84,16 @@ class AsyncClient:
         """Announce this server and subscribe to its channel; raises BusUnavailable when Redis is away."""
         self.incarnation = await self._bus.run(calls.announce_api())
         subscribed = asyncio.get_running_loop().create_future()
-        self._tasks.append(self._spawn(self._listen(subscribed)))
+        self._spawn(self._listen(subscribed), self._tasks)
         await subscribed
         await self.directory.refresh()
-        self._tasks.append(self._spawn(self._housekeep()))
+        self._spawn(self._housekeep(), self._tasks)
 
     async def close(self) -> None:
         """Stop following: open requests are left to whoever reaps this server's, unless they were aborted before."""
         if self._errands:
             await asyncio.wait(self._errands, timeout=2.0)
-        await _cancel({*self._tasks, *self._errands})
+        await _cancel(self._tasks | self._errands)
         with contextlib.suppress(BusUnavailable):
             await self._bus.run(calls.release_api(self.incarnation))
 
@@ -119,8 +117,7 @@ class AsyncClient:
         streams = [RequestStream(request, model, self._finish, self._forget) for request in requests]
         now = self._clock()
         for stream in streams:
-            stream.last_heard = now
-            stream.probe_interval = FIRST_PROBE_SECONDS
+            stream.heard(now)
             self._streams[stream.handle] = stream
         try:
             outcome = await self._bus.run(calls.enqueue(model, requests, facts, limits))
@@ -149,9 +146,9 @@ class AsyncClient:
                     return AbortResult(True, "unconfirmed", 0, await self.record(model, request_id))
         finally:
             self._replies.pop(token, None)
-        record = await self.record(model, request_id)
         if outcome.state == "unknown":
             return AbortResult(False, "unknown", 0)
+        record = await self.record(model, request_id)
         return AbortResult(True, "ended", record.output_tokens if record else num_tokens, record)
 
     async def utility(self, engine: EngineInfo, name: str, *arguments: Any, timeout: float = 60.0) -> ControlReply:
@@ -192,18 +189,17 @@ class AsyncClient:
                 await self._bus.run(calls.beat_api(self.incarnation))
                 await self.directory.refresh()
                 await self.directory.bury_the_dead()
-                await self._probe(silent_since=self._clock())
+                await self._probe(self._clock())
             except BusUnavailable as error:
                 self.directory.lost_contact()
                 logger.warning("Redis is away: %s", error)
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
 
-    async def _probe(self, silent_since: float) -> None:
+    async def _probe(self, now: float) -> None:
         """Ask after each stream that was silent for its probe interval, which doubles while nothing comes."""
         for stream in list(self._streams.values()):
-            if silent_since - stream.last_heard >= stream.probe_interval:
-                stream.probe_interval = min(2 * stream.probe_interval, LONGEST_PROBE_SECONDS)
-                stream.last_heard = silent_since
+            if now - stream.last_heard >= stream.probe_interval:
+                stream.probed(now)
                 await self._repair(stream)
 
     async def _repair(self, stream: RequestStream) -> None:
@@ -281,8 +277,7 @@ class AsyncClient:
         for handle, choice, offset, token_id in zip(*columns, strict=True):
             stream = self._streams.get(handle)
             if stream is not None:
-                stream.last_heard = now
-                stream.probe_interval = FIRST_PROBE_SECONDS
+                stream.heard(now)
                 if not stream.take_token(choice, offset, token_id, logprobs.get((handle, choice, offset)) if logprobs else None):
                     gaps.add(handle)
         for entry in message.prompt_logprobs:
@@ -293,7 +288,7 @@ class AsyncClient:
             stream = self._streams.get(terminal.handle)
             if stream is not None and not stream.take_terminal(terminal):
                 gaps.add(terminal.handle)
-        for handle in gaps:
+        for handle in gaps & self._streams.keys():  # what came later in the message may have ended it
             self._errand(self._heal(self._streams[handle]))
 
     async def _heal(self, stream: RequestStream) -> None:
@@ -315,28 +310,19 @@ class AsyncClient:
         self._streams.pop(stream.handle, None)
 
     def _errand(self, work: Coroutine[Any, Any, Any]) -> None:
+        self._spawn(work, self._errands)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any], among: set[asyncio.Task[Any]]) -> None:
         task = asyncio.create_task(work)
-        self._errands.add(task)
-        task.add_done_callback(self._errand_done)
+        among.add(task)
+        task.add_done_callback(among.discard)
+        task.add_done_callback(self._check)
 
-    def _errand_done(self, task: asyncio.Task[Any]) -> None:
-        self._errands.discard(task)
+    def _check(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        task.add_done_callback(self._task_done)
-        return task
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        logger.error("a background task of the client died", exc_info=error)
-        if self._on_failure is not None:
-            self._on_failure(error)
+            logger.error("a background task of the client died", exc_info=error)
+            if self._on_failure is not None:
+                self._on_failure(error)
 
 
 async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:

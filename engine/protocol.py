@@ -41,7 +41,8 @@ class RequestTimes(msgspec.Struct, array_like=True):
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, frozen=True):
-    """API server to engine: one prompt with its `sampling.n` choices."""
+    """API server to engine: one prompt with its `sampling.n` choices. Raises ValueError (decoded: msgspec.ValidationError) for what
+    cannot be a request."""
 
     version: int
     request_id: str  # internal: the client's id, "-", 8 random hex digits
@@ -54,6 +55,12 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, frozen=True):
     tenant: str = ""
     cache_salt: str = ""
     trace_headers: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids or len(self.prompt_token_ids) % 4:
+            raise ValueError(f"a prompt of {len(self.prompt_token_ids)} bytes is not a column of token ids")
+        if self.sampling.n < 1:
+            raise ValueError(f"a request has 1 choice or more, not {self.sampling.n}")
 
 
 class OutputLogprobs(msgspec.Struct, array_like=True):
@@ -93,9 +100,9 @@ class FinishedOutput(msgspec.Struct, array_like=True):
 class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=1):
     """One step's outputs for one API server. Row i: token `token_ids[i]` is output number `offsets[i]` of a choice."""
 
-    engine: str  # slot name
+    engine: str  # model and slot
     incarnation: int
-    step: int
+    step: int  # of the engine's flushes, hence of its journal
     handles: bytes = b""  # int64 [num_outputs]
     choices: bytes = b""  # int32 [num_outputs]
     offsets: bytes = b""  # int32 [num_outputs]

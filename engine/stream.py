@@ -1,7 +1,7 @@
 """One request as its client sees it: outputs in order, each exactly once, whatever the transport loses or repeats.
 
 Pub/sub may drop messages and failover may repeat them. Every output carries its offset, so a stream drops what it has and knows
-what it lacks; what it lacks, its `Repair` asks the engine or the record for.
+what it lacks; that its client (`engine.client`) asks the engine for, or takes from the record.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from engine.protocol import (
     StoredOutput,
     decode_column,
 )
+
+FIRST_PROBE_SECONDS = 2.0
+LONGEST_PROBE_SECONDS = 16.0
 
 
 @dataclass
@@ -70,8 +73,8 @@ class RequestStream:
         self.request_id = request.request_id
         self.handle = request.handle
         self.model = model
-        self.last_heard = 0.0  # the client's clock; when anything last came for this request
-        self.probe_interval = 2.0
+        self.last_heard = 0.0  # the client's clock; when a token last came for this request, or it was asked after
+        self.probe_interval = FIRST_PROBE_SECONDS  # of silence, after which it is asked after
         self._choices = [_Choice(index) for index in range(request.sampling.n)]
         self._prompt_logprobs: list[OutputPromptLogprobs] = []
         self._prompt_position = 1  # next prompt position whose logprobs are wanted
@@ -121,6 +124,14 @@ class RequestStream:
         return all(choice.finished for choice in self._choices)
 
     # What the client's subscriber calls
+
+    def heard(self, now: float) -> None:
+        self.last_heard = now
+        self.probe_interval = FIRST_PROBE_SECONDS
+
+    def probed(self, now: float) -> None:
+        self.last_heard = now
+        self.probe_interval = min(2 * self.probe_interval, LONGEST_PROBE_SECONDS)
 
     def take_token(self, choice: int, offset: int, token_id: int, logprobs: OutputLogprobs | None) -> bool:
         """Take in one output token. False: tokens before it are missing."""

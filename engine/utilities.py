@@ -22,14 +22,17 @@ class UtilityFailed(Exception):
 
 
 def run_utility(loop: EngineLoop, command: Utility) -> ControlReply:
-    """Run it; whatever goes wrong is the answer, never the engine's end."""
+    """Run it on the loop's thread; whatever goes wrong is the answer, never the engine's end."""
     call = UTILITIES.get(command.name)
     if call is None:
         return ControlReply(command.token, ok=False, error=f"There is no utility call {command.name!r}.")
     try:
         return ControlReply(command.token, value=call(loop, *command.arguments))
-    except (UtilityFailed, TypeError) as error:
+    except UtilityFailed as error:
         return ControlReply(command.token, ok=False, error=str(error))
+    except Exception as error:
+        logger.exception("the utility call %s failed", command.name)
+        return ControlReply(command.token, ok=False, error=f"{type(error).__name__}: {error}")
 
 
 def _reset_prefix_cache(loop: EngineLoop) -> bool:

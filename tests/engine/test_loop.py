@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,10 +15,15 @@ from engine.client import AsyncClient, Refused, RequestStream
 from engine.protocol import (
     PROTOCOL_VERSION,
     Abort,
+    EngineCoreOutputs,
     EngineCoreRequest,
     FinishedOutput,
     FinishReason,
+    OutputPromptLogprobs,
+    RequestTimes,
     SamplingParams,
+    child_seed,
+    encode,
     encode_column,
 )
 from gpu.null import null_tokens
@@ -56,8 +62,6 @@ async def collect(stream: RequestStream, n: int = 1) -> tuple[list[list[int]], l
 
 
 def expected(request: EngineCoreRequest, choice: int = 0, prompt: int = 20) -> list[int]:
-    from engine.protocol import child_seed
-
     count = request.sampling.max_tokens
     seeds = np.full(count, child_seed(request.sampling.seed, choice), np.uint64)
     return null_tokens(seeds, np.arange(prompt, prompt + count, dtype=np.uint64), 256, 49152).tolist()
@@ -217,6 +221,39 @@ async def test_a_prompt_that_does_not_fit_ends_with_an_error(engine: RunningEngi
     await settled(engine)
 
 
+async def test_a_request_that_cannot_be_one_ends_alone(
+    engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a faulty API server writes: its request ends with an error, the engine goes on."""
+
+    def without_prompt(request: EngineCoreRequest) -> bytes:
+        fields = list(msgspec.structs.astuple(request))
+        fields[2] = b""
+        return msgspec.msgpack.encode(fields)
+
+    for damaged in (without_prompt, lambda request: b"no MessagePack", lambda request: encode(request)[:20]):
+        with monkeypatch.context() as patch:
+            patch.setattr("engine.admission.encode", damaged)
+            (stream,) = await add(client, make_request(client))
+        _, ends = await collect(stream)
+        assert (ends[0].reason, ends[0].error) == (FinishReason.ERROR, "The request could not be read.")
+    (stream,) = await add(client, make_request(client))
+    tokens, _ = await collect(stream)
+    assert len(tokens[0]) == 10
+    await settled(engine)
+
+
+async def test_a_gap_in_what_ends_in_the_same_message_is_no_harm(engine: RunningEngine, client: AsyncClient) -> None:
+    """Prompt logprobs are missing, and before they can be asked for the engine ends the request with an error."""
+    request = make_request(client, prompt=40, prompt_logprobs=0)
+    (stream,) = await client.add("nobody", [request], RequestFacts("mine"), AdmissionLimits(require_engine=False))
+    late = OutputPromptLogprobs(request.handle, 20, encode_column([7]), encode_column([0.0], np.float32), encode_column([1]))
+    end = FinishedOutput(request.handle, 0, 0, FinishReason.ERROR, None, 0, RequestTimes(), "broken")
+    client._take_in(encode(EngineCoreOutputs("nobody:0", 1, 1, prompt_logprobs=[late], finished=[end])))
+    _, ends = await collect(stream)
+    assert ends == [end] and client.num_streams == 0
+
+
 async def test_limits_refuse_the_whole_list(engine: RunningEngine, client: AsyncClient) -> None:
     with pytest.raises(Refused) as refusal:
         await client.add(
@@ -245,16 +282,14 @@ async def test_priority_orders_what_waits(start_engine: Callable[..., RunningEng
     order: list[int] = []
 
     async def run(priority: int) -> None:
-        from msgspec.structs import replace
-
-        request = replace(make_request(client, max_tokens=40), priority=priority)
+        request = msgspec.structs.replace(make_request(client, max_tokens=40), priority=priority)
         (stream,) = await client.add(MODEL, [request], RequestFacts("mine"), waiting)
         await collect(stream)
         order.append(priority)
 
     tasks = [asyncio.create_task(run(priority)) for priority in (5, 1, 3)]
     async with asyncio.timeout(5):
-        while len((await client._bus.run(calls.live_requests(MODEL)))) < 3:
+        while len(await client._bus.run(calls.live_requests(MODEL))) < 3:
             await asyncio.sleep(0.01)
     engine = start_engine(max_num_seqs=1)
     await asyncio.gather(*tasks)
@@ -297,6 +332,8 @@ async def test_utility_calls(engine: RunningEngine, client: AsyncClient) -> None
     assert (await client.utility(info, "start_profile")).ok
     assert not (await client.utility(info, "start_profile")).ok
     assert str((await client.utility(info, "stop_profile")).value).endswith(".pstats")
+    wrong = await client.utility(info, "sleep", "now")
+    assert not wrong.ok and "TypeError" in (wrong.error or "")
     assert (await client.utility(info, "sleep")).ok
     (stream,) = await add(client, make_request(client))
     record = await client.record(MODEL, stream.request_id)
