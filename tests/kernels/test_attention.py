@@ -1,3 +1,5 @@
+"""Attention against its definition in float64: mixed batches, grouped heads, windows; the same bits however it is batched."""
+
 import numpy as np
 import pytest
 import torch

@@ -7,11 +7,6 @@ from kernels import reference
 from kernels.kv_write import kv_write
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(7)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kv_write_from_slices_of_a_fused_projection(dtype):
     fused = torch.randn(5, 2 * 3 * 8).to(dtype)

@@ -7,11 +7,6 @@ from kernels import reference
 from kernels.rms_norm import add_rms_norm, rms_norm
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(7)
-
-
 @pytest.mark.parametrize("hidden", [1, 16, 123, 576])
 def test_rms_norm(hidden):
     x, residual, weight = torch.randn(6, hidden), torch.randn(6, hidden), torch.randn(hidden)

@@ -1,15 +1,9 @@
 """Rotary embedding against its reference."""
 
-import pytest
 import torch
 
 from kernels import reference
 from kernels.rope import rope
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(7)
 
 
 def test_rope_turns_a_slice_in_place():

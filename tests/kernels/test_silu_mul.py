@@ -1,15 +1,9 @@
 """The gate against its reference."""
 
-import pytest
 import torch
 
 from kernels import reference
 from kernels.silu_mul import silu_mul
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(7)
 
 
 def test_silu_mul():

@@ -25,7 +25,6 @@ def test_top_p_among_equals_takes_lower_ids():
 
 
 def test_filters_equal_reference_on_many_rows():
-    torch.manual_seed(2)
     logits = torch.randn(60, 3001) * torch.linspace(0.1, 8, 60).unsqueeze(1)
     logits[::7, 1000:] = -torch.inf  # filtered before
     top_k = torch.tensor([0, 1, 5, 50, 500, 5000] * 10, dtype=torch.int32)
