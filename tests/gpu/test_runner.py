@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpu.distributed import TensorParallelGroup
 from gpu.plan import SamplingParams, SchedulerOutput, decode_output, decode_plan, encode
 from gpu.runner import ModelRunner, num_compute_threads
 from gpu.weights import open_checkpoint
@@ -194,7 +195,7 @@ def test_an_empty_step_only_applies_differences(runner):
 
 def test_capacity(folder):
     config = make_config(folder, budget=100)
-    runner = ModelRunner(config, open_checkpoint(str(folder)), torch.device("cpu"), make_runner(config).group)
+    runner = ModelRunner(config, open_checkpoint(str(folder)), torch.device("cpu"), TensorParallelGroup())
     runner.load(lambda fraction: None)
     capacity = runner.capacity()
     assert (capacity.max_model_len, capacity.vocab_size, capacity.eos_token_ids) == (512, 300, [2])
