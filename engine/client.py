@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from engine import calls, keys
@@ -252,7 +253,11 @@ class AsyncClient:
                 await asyncio.sleep(0.1)  # between attempts to reach Redis again
 
     def _take_in(self, payload: bytes) -> None:
-        message = decode_client_message(payload)
+        try:
+            message = decode_client_message(payload)
+        except msgspec.DecodeError as error:  # as good as lost: the streams that it was for will ask for what it told
+            logger.error("a message cannot be read: %s", error)
+            return
         if isinstance(message, EngineCoreOutputs):
             if message.incarnation >= self._incarnations.get(message.engine, 0):
                 self._incarnations[message.engine] = message.incarnation

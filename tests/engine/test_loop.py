@@ -201,6 +201,20 @@ async def test_lost_messages_are_healed(engine: RunningEngine, client: AsyncClie
     await settled(engine)
 
 
+async def test_a_message_that_cannot_be_read_is_as_good_as_lost(
+    engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = client._take_in
+    messages = iter(range(100))
+    monkeypatch.setattr(client, "_take_in", lambda payload: taken(payload if next(messages) else payload[:-1]))
+    request = make_request(client)
+    (stream,) = await add(client, request)
+    async with asyncio.timeout(30):
+        tokens, _ = await collect(stream)
+    assert tokens == [expected(request)]
+    await settled(engine)
+
+
 async def test_a_cut_subscription_is_healed(engine: RunningEngine, client: AsyncClient) -> None:
     request = make_request(client, max_tokens=450)
     (stream,) = await add(client, request)
