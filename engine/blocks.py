@@ -39,11 +39,6 @@ def extend_hashes(request: Request, count: int, block_size: int) -> None:
         hashes += hash_blocks(tokens, block_size, request.cache_salt, hashes[-1] if hashes else None)
 
 
-def hash_prompt(request: Request, block_size: int) -> None:
-    """Compute the digests of a prompt ahead: on any thread, before the request is given to the scheduler."""
-    extend_hashes(request, request.num_tokens // block_size, block_size)
-
-
 class BlockPool:
     """Reference counts, free blocks and the hashes under which blocks can be found again.
 
@@ -77,9 +72,6 @@ class BlockPool:
 
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
-
-    def hash_of(self, block: int) -> bytes | None:
-        return self._hash_of[block]
 
     def find(self, digest: bytes) -> int | None:
         """The block that holds the KV of this chain of tokens, if one does."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from engine import calls
 from engine.bus import Bus, BusUnavailable
+from engine.liveness import BEAT_INTERVAL
 from engine.protocol import EngineInfo, EngineStats
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BEAT_SECONDS = 0.5
 LATE_FACTOR = 10.0
 LEAST_PATIENCE_SECONDS = 20.0  # a first step may compile its kernels
 
@@ -60,7 +60,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         try:
-            while not self._stopped.wait(BEAT_SECONDS):
+            while not self._stopped.wait(BEAT_INTERVAL):
                 if self._makes_progress():
                     self._beat()
                     self.wants_snapshot = True

@@ -15,7 +15,7 @@ from engine.protocol import EngineInfo, decode_info, encode
 from engine.scripts import Call, epoch, milliseconds, script
 
 SLOT_TTL = 2.0  # seconds that a slot outlives its last heartbeat
-BEAT_INTERVAL = 0.5
+BEAT_INTERVAL = 0.5  # seconds
 API_TTL = 3.0
 
 

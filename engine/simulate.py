@@ -13,8 +13,6 @@ from engine.request import Request
 from engine.scheduler import Scheduler
 from gpu.plan import ModelRunnerOutput, SchedulerOutput
 
-_Before = dict[tuple[str, int], tuple[int, int]]  # (preemptions, blocks) of every live request before a step is planned
-
 
 @dataclass(frozen=True)
 class Load:

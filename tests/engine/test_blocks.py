@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.blocks import BlockPool, hash_blocks, hash_prompt
+from engine.blocks import BlockPool, extend_hashes, hash_blocks
 from tests.engine.scheduling import make_request
 
 
@@ -45,10 +45,12 @@ def test_two_prompts_share_digests_exactly_as_far_as_they_share_blocks(a: list[i
     assert shared == common // block_size
 
 
-def test_a_prompt_may_be_hashed_ahead() -> None:
+def test_a_request_is_hashed_as_far_as_asked() -> None:
     request = make_request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], cache_salt="s")
-    hash_prompt(request, 4)
-    assert request.block_hashes == hash_blocks(tokens(*range(1, 9)), 4, "s")
+    whole = hash_blocks(tokens(*range(1, 9)), 4, "s")
+    for count, known in ((1, 1), (2, 2), (1, 2)):
+        extend_hashes(request, count, 4)
+        assert request.block_hashes == whole[:known]
 
 
 def test_the_null_block_is_never_given_out() -> None:
