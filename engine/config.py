@@ -68,7 +68,6 @@ class ApiConfig:
 class LogConfig:
     log_level: str = option("info", "debug, info, warning or error", choices=("debug", "info", "warning", "error"))
     log_format: str = option("auto", "json, text, or auto: text on a terminal", choices=("auto", "json", "text"))
-    disable_log_stats: bool = option(False, "no line of engine statistics every ten seconds")
 
 
 @dataclass
