@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NO_TOKEN = "the request's sampling parameters leave no token to choose"
 NOT_FINITE = "the model's logits are not finite"
+REPETITION_RANGE = (1e-30, 1e30)  # float32 knows smaller and larger ones as 0 and infinity; so far logits stay finite under them
 
 
 @dataclass
@@ -67,7 +68,7 @@ class SamplingTable:
         self.min_p[row] = 0.0 if greedy else sampling.min_p
         self.presence[row] = sampling.presence_penalty
         self.frequency[row] = sampling.frequency_penalty
-        self.repetition[row] = sampling.repetition_penalty
+        self.repetition[row] = min(max(sampling.repetition_penalty, REPETITION_RANGE[0]), REPETITION_RANGE[1])
         self.penalized[row] = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0 or sampling.repetition_penalty != 1
         self.seeds[row] = (seed + 2**63) % 2**64 - 2**63  # modulo 2**64 into int64
         self.num_logprobs[row] = self._count(sampling.logprobs)

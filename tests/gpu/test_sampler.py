@@ -133,6 +133,17 @@ def test_bias_does_not_lift_a_mask():
     assert sample(torch.zeros(1, VOCAB), (params, [])).token_ids.tolist() == [4]
 
 
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.01, "top_p": 0.5}, {"temperature": 2.0, "min_p": 0.1}])
+def test_repetition_penalties_at_the_ends_of_their_range_fail_nobody(params):
+    logits = torch.full((1, VOCAB), -1.0)
+    logits[0, 3], logits[0, 9] = 2.0, 5.0  # 3 stands in the prompt
+    company = (SamplingParams(temperature=0.0), [])
+    for penalty, drawn in ((5e-324, 3), (1e308, 9)):
+        sampled = sample(logits.expand(2, -1), (SamplingParams(repetition_penalty=penalty, seed=7, **params), []), company)
+        assert sampled.failed == {}
+        assert sampled.token_ids.tolist() == [drawn, 9]
+
+
 def test_penalties_look_at_output_and_repetition_at_the_prompt_too():
     logits = torch.zeros(1, VOCAB)
     logits[0, 1], logits[0, 8], logits[0, 9] = 2.0, 1.9, 1.8
