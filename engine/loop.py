@@ -78,6 +78,7 @@ class EngineLoop:
         """Stop taking requests; end what still runs after `timeout` seconds, then return from `run`. Safe in a signal handler."""
         self._deadline = time.monotonic() + timeout
         self._stop.set()
+        self.outflow.give_up_at(self._deadline)
         self.intake.stop()
         self.inbox.put(None)
 

@@ -6,10 +6,12 @@ One flush a step, whatever the batch size. While Redis is away the queue in fron
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +27,7 @@ from engine.request import Request
 logger = logging.getLogger(__name__)
 
 MOST_WAITING_REPORTS = 256  # steps of output held while Redis is away
+PAUSE_SECONDS = 0.25  # between looks at whether a paused engine was told to stop
 
 
 @dataclass
@@ -67,18 +70,30 @@ class Outflow:
         self._reports: queue.Queue[Report | None] = queue.Queue(MOST_WAITING_REPORTS)
         self._thread = threading.Thread(target=self._run, name="outflow", daemon=True)
         self._num_flushes = 0
+        self._give_up_at = math.inf  # monotonic
 
     def start(self) -> None:
         self._thread.start()
 
     def put(self, report: Report) -> None:
         """Hand a report over; blocks, and so pauses the engine, while too many wait for Redis."""
-        self._reports.put(report)
+        while True:
+            try:
+                self._reports.put(report, timeout=PAUSE_SECONDS)
+                return
+            except queue.Full:
+                if time.monotonic() >= self._give_up_at:  # lost here; who buries this engine ends its requests
+                    return
+
+    def give_up_at(self, deadline: float) -> None:
+        """From `deadline` (monotonic) on the engine must stop rather than wait for Redis."""
+        self._give_up_at = deadline
 
     def close(self, timeout: float) -> None:
         """Flush what waits, for at most `timeout` seconds."""
-        self._reports.put(None)
-        self._thread.join(timeout)
+        with suppress(queue.Full):
+            self._reports.put(None, timeout=timeout)
+            self._thread.join(timeout)
 
     def _run(self) -> None:
         try:
