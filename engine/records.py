@@ -4,11 +4,11 @@ the prompt; the whole output is in it once the request has ended."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine import keys
-from engine.protocol import FinishReason, RequestTimes, StoredChoice, StoredOutput, decode_stored
+from engine.protocol import EngineInfo, FinishReason, RequestTimes, StoredChoice, StoredOutput, decode_info, decode_stored
 from engine.scripts import Call
 
 
@@ -87,12 +87,29 @@ def record(model: str, request_id: str) -> Call[RecordView | None]:
 
 
 def _records(model: str, ids: Sequence[bytes]) -> Call[list[RecordView]]:
-    """Those of the records that still exist, in the order given."""
+    """Those of the records that still exist, in the order given; of running ones with the tokens that their engine last told of."""
 
-    def decode(answers: list[Any]) -> list[RecordView]:
-        return [view for view in map(_parse, answers) if view is not None]
+    def decode(answers: list[Any]) -> Call[list[RecordView]]:
+        return _with_progress(model, [view for view in map(_parse, answers) if view is not None])
 
     return Call(decode, commands=tuple(_read(model, request_id.decode()) for request_id in ids))
+
+
+def _with_progress(model: str, views: list[RecordView]) -> Call[list[RecordView]]:
+    """A record counts output tokens at the end; until then its engine's snapshot does, twice a second."""
+    slots = sorted({view.engine for view in views if view.state == "running"})
+
+    def decode(answers: list[Any]) -> list[RecordView]:
+        infos = {slot: decode_info(payload) for slot, payload in zip(slots, answers, strict=True) if payload is not None}
+        return [_counted(view, infos.get(view.engine)) for view in views]
+
+    return Call(decode, commands=tuple(("GET", keys.slot_info(model, slot)) for slot in slots))
+
+
+def _counted(view: RecordView, engine: EngineInfo | None) -> RecordView:
+    if view.state != "running" or engine is None or engine.incarnation != view.incarnation:
+        return view
+    return replace(view, output_tokens=engine.progress.get(view.id, view.output_tokens))
 
 
 def _listing(model: str, index: str, limit: int) -> Call[list[RecordView]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -86,10 +85,3 @@ async def client(redis_url: str) -> AsyncIterator[AsyncClient]:
         yield client
         await client.close()
     assert not failures
-
-
-@contextmanager
-def environment(monkeypatch: pytest.MonkeyPatch, **settings: str) -> Iterator[None]:
-    with monkeypatch.context() as patch:
-        patch.setenv("HEADRACE_NULL_RUNNER", ",".join(f"{name}={value}" for name, value in settings.items()))
-        yield

@@ -166,6 +166,23 @@ async def test_an_abort_read_before_its_request_wins(engine: RunningEngine, clie
     await settled(engine)
 
 
+async def test_the_list_tells_how_far_a_running_request_is(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
+    engine = start_engine()
+    request = make_request(client, max_tokens=450)
+    (stream,) = await add(client, request)
+    await anext(stream)
+    async with asyncio.timeout(5):
+        while not (seen := engine.bus.run(calls.live_requests(MODEL))[0].output_tokens):
+            await asyncio.sleep(0.05)
+    assert 0 < seen <= 450
+    assert engine.bus.run(calls.find(MODEL, "mine"))[0].output_tokens >= seen
+    await stream.abort()
+    await settled(engine)
+
+
 async def test_a_stop_string_cuts_the_output(engine: RunningEngine, client: AsyncClient) -> None:
     request = make_request(client, max_tokens=450)
     (stream,) = await add(client, request)
@@ -225,6 +242,25 @@ async def test_a_cut_subscription_is_healed(engine: RunningEngine, client: Async
         update = await anext(stream)
         assert update.deltas[0].token_ids
         await stream.abort()
+    await settled(engine)
+
+
+async def test_a_request_on_its_way_is_not_given_up_after_a_cut(engine: RunningEngine, client: AsyncClient) -> None:
+    """Redis holds `enqueue` back; meanwhile the subscription breaks, and its healing finds no record of the request."""
+    redis = engine.bus._client.execute_command
+    request = make_request(client)
+    redis("CLIENT", "PAUSE", 10_000, "WRITE")
+    adding = asyncio.create_task(add(client, request))
+    async with asyncio.timeout(30):
+        while not client.num_streams:
+            await asyncio.sleep(0)
+        (stream,) = client._streams.values()
+        redis("CLIENT", "KILL", "TYPE", "pubsub")
+        await client._repair(stream)
+        redis("CLIENT", "UNPAUSE")
+        assert await adding == [stream]
+        tokens, _ = await collect(stream)
+    assert tokens == [expected(request)]
     await settled(engine)
 
 

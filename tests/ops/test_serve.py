@@ -56,6 +56,13 @@ def wait_for_health(server: Serving, status: int, seconds: float = 20.0) -> None
         assert time.monotonic() < deadline, f"/health does not turn {status}:\n{server.log}"
 
 
+def wait_for_blocks(server: Serving, free: bool, seconds: float) -> None:
+    """Until the engine's snapshot says that all KV blocks are free, or that some are not."""
+    deadline = time.monotonic() + seconds
+    while (engine := server.headrace("engines")[0]) and free != (engine["stats"]["num_free_blocks"] == engine["num_blocks"] - 1):
+        assert time.monotonic() < deadline, server.log
+
+
 def test_the_announced_command_streams_and_the_tools_show_it(calm_server: Serving) -> None:
     server = calm_server
     command = shlex.split(server.curl.replace('"stream": true', '"stream": true, "max_tokens": 8'))
@@ -146,6 +153,19 @@ def test_any_other_process_that_dies_is_replaced(server: Serving, role: str) -> 
         assert time.monotonic() < deadline, server.log
     assert server.child(role).pid != killed.pid
     assert len(server.headrace("ps", "-a")) >= 2, "what was recorded before is still there"
+
+
+def test_requests_of_a_killed_api_server_end_and_free_their_blocks(server: Serving) -> None:
+    with open_stream(server) as stream:
+        following = events(stream)
+        next(following)
+        wait_for_blocks(server, free=False, seconds=5)
+        server.child("api").kill()
+        wait_for_blocks(server, free=True, seconds=15)
+        with pytest.raises(httpx.HTTPError):
+            list(following)
+    (request,) = server.headrace("ps", "-a")
+    assert (request["state"], request["reason"]) == ("ended", "abort")
 
 
 def test_a_killed_api_server_is_replaced_while_the_other_serves(null_model: tuple[str, ...], tmp_path: Path) -> None:
