@@ -131,6 +131,8 @@ class AsyncClient:
             for stream in streams:
                 self._forget(stream)
             raise outcome
+        for stream in streams:
+            stream.enqueued = True
         return streams
 
     async def abort(self, model: str, request_id: str, timeout: float = 30.0) -> AbortResult:
@@ -205,9 +207,11 @@ class AsyncClient:
 
     async def _repair(self, stream: RequestStream) -> None:
         """Bring a stream up to what its engine, or its record, has."""
+        was_enqueued = stream.enqueued  # before the look: until then a record that is not there may be on its way
         record = await self._bus.run(calls.record(stream.model, stream.request_id))
         if record is None:
-            stream.take_end(FinishReason.ERROR, "The request's record is gone.")
+            if was_enqueued:
+                stream.take_end(FinishReason.ERROR, "The request's record is gone.")
         elif record.state == "running":
             for choice, offset in stream.missing_from():
                 replay = Replay(stream.request_id, choice, offset, self.incarnation, stream.handle)

@@ -73,6 +73,7 @@ class RequestStream:
         self.request_id = request.request_id
         self.handle = request.handle
         self.model = model
+        self.enqueued = False  # Redis has said so: the request's record exists
         self.last_heard = 0.0  # the client's clock; when a token last came for this request, or it was asked after
         self.probe_interval = FIRST_PROBE_SECONDS  # of silence, after which it is asked after
         self._choices = [_Choice(index) for index in range(request.sampling.n)]
