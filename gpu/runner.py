@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import resource
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
-from gpu.attention import AttentionMetadata
-from gpu.batch import Batch, Step
+from gpu.batch import OVERRUN, Batch, Step
 from gpu.config import Capacity, WorkerConfig
 from gpu.distributed import TensorParallelGroup
 from gpu.kv_cache import KVCache
 from gpu.models import load_model
-from gpu.plan import Int32Array, ModelRunnerOutput, NewRequest, PromptLogprobs, SamplingParams, SchedulerOutput
+from gpu.plan import Int32Array, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
+from gpu.profile import Profiler
 from gpu.sampler import Sampler, top_logprobs
 from gpu.weights import Checkpoint
 from kernels import cpu_threads
@@ -26,9 +23,7 @@ from kernels import cpu_threads
 # Changes whenever kernels or layers change what they compute beyond the last bits of float32: engines of different numerics must
 # not take over each other's requests.
 NUMERICS_VERSION = 1
-MOST_CPU_KV_BYTES = 4 << 30
 PROMPT_LOGPROB_ROWS = 64  # positions whose logits stand in memory at once: 12 MB at a vocabulary of 49152
-PROFILE_PROMPT = 512  # tokens of each prompt in the profiling step
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -55,9 +50,9 @@ class ModelRunner:
     @torch.inference_mode()
     def capacity(self) -> Capacity:
         """After `load`. Runs the largest step there can be, which also compiles what is compiled at first use."""
-        model_config = self.model.config
-        available = self._profile()
-        cache = self.config.cache
+        model_config, cache = self.model.config, self.config.cache
+        profiler = Profiler(self)
+        available = profiler.available_kv_bytes()
         if cache.kv_cache_memory_bytes is not None:
             available = cache.kv_cache_memory_bytes
         return Capacity(
@@ -72,14 +67,14 @@ class ModelRunner:
             ),
             available_kv_bytes=available,
             fingerprint=self.fingerprint,
-            profiled_seconds_per_token=self._time_prompt_step() / PROFILE_PROMPT if self.device.type == "cpu" else 0.0,
+            profiled_seconds_per_token=profiler.seconds_per_token() if self.device.type == "cpu" else 0.0,
         )
 
     def allocate_kv(self, num_blocks: int, max_model_len: int) -> None:
         """num_blocks counts the null block."""
-        self.kv = self._make_kv(num_blocks)
-        self.model.rotary.ensure(max_model_len + 1)
-        self.batch = self._make_batch(max_model_len)
+        self.kv = self.make_kv(num_blocks)
+        self.model.rotary.ensure(max_model_len + OVERRUN)
+        self.batch = self.make_batch(max_model_len)
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -134,7 +129,8 @@ class ModelRunner:
         ids, values, ranks = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         return ids.reshape(-1), values.reshape(-1), ranks
 
-    def _make_kv(self, num_blocks: int, num_layers: int | None = None) -> KVCache:
+    def make_kv(self, num_blocks: int, num_layers: int | None = None) -> KVCache:
+        """Of `num_layers` layers, by default the model's."""
         config = self.model.config
         return KVCache(
             config.num_layers if num_layers is None else num_layers,
@@ -146,7 +142,7 @@ class ModelRunner:
             self.device,
         )
 
-    def _make_batch(self, max_model_len: int) -> Batch:
+    def make_batch(self, max_model_len: int) -> Batch:
         return Batch(
             self.config.max_num_seqs, max_model_len, self.config.cache.block_size, self.model.config.vocab_size, self.device
         )
@@ -154,81 +150,6 @@ class ModelRunner:
     def _fingerprint(self) -> str:
         numerics = f"{self.checkpoint.content_hash()} {self.dtype} {self.device.type} {NUMERICS_VERSION}"
         return hashlib.sha256(numerics.encode()).hexdigest()[:32]
-
-    def _profile(self) -> int:
-        """Bytes left for KV after the largest step."""
-        if self.device.type == "cpu":
-            before = _peak_rss()
-            self._largest_step()
-            activations = _peak_rss() - before
-            share = self.config.cache.gpu_memory_utilization * (_available_memory() - activations)
-            return max(0, int(min(share, MOST_CPU_KV_BYTES)) // self.group.size)  # ranks live in the same memory
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._largest_step()
-        torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device)
-        torch.cuda.empty_cache()
-        _, total = torch.cuda.mem_get_info(self.device)
-        return max(0, int(self.config.cache.gpu_memory_utilization * total) - peak)
-
-    def _time_prompt_step(self) -> float:
-        """Seconds of a step of one prompt of PROFILE_PROMPT tokens, compiled before."""
-        started = time.perf_counter()
-        self._prompt_step(PROFILE_PROMPT)
-        return time.perf_counter() - started
-
-    def _largest_step(self) -> None:
-        """The whole token budget in prompts of PROFILE_PROMPT tokens, then logits and sampling of the most rows a step may have."""
-        budget = self.config.max_num_batched_tokens
-        hidden = self._prompt_step(budget)
-        rows = np.arange(self.config.max_num_seqs, dtype=np.int32)
-        batch = self._make_batch(min(budget, PROFILE_PROMPT))
-        few = 2  # compiles every filter; sampling needs no memory worth measuring
-        for row in range(min(few, len(rows))):
-            batch.apply(_new_request_plan(row, _EVERYTHING if row else SamplingParams(temperature=0.0)))
-        logits = self.model.logits(hidden[torch.from_numpy(rows % budget)])
-        self.sampler(logits[:few], rows[:few], batch)
-
-    def _prompt_step(self, budget: int) -> torch.Tensor:
-        """Hidden states of `budget` tokens, in prompts of at most PROFILE_PROMPT."""
-        config = self.model.config
-        block_size = self.config.cache.block_size
-        length = min(budget, PROFILE_PROMPT, config.max_position_embeddings)
-        num_requests = -(-budget // length)
-        blocks = -(-length // block_size)
-        kv = self._make_kv(1 + blocks, num_layers=1)
-        kv.share_layer(config.num_layers)
-        self.model.rotary.ensure(length)
-        query_start = np.minimum(np.arange(num_requests + 1, dtype=np.int32) * length, budget)
-        positions = np.arange(budget) % length
-        arrays = (
-            1 + np.arange(blocks, dtype=np.int32)[np.newaxis],
-            np.zeros(num_requests, np.int32),
-            query_start,
-            np.diff(query_start),
-            block_size + positions,
-        )
-        tensors = [torch.from_numpy(x).to(self.device) for x in arrays]
-        tokens = torch.from_numpy(positions % config.vocab_size).to(self.device)
-        return self.model.forward(tokens, torch.from_numpy(positions).to(self.device), kv, AttentionMetadata(*tensors))
-
-
-_EVERYTHING = SamplingParams(
-    temperature=0.5,
-    top_p=0.9,
-    top_k=50,
-    min_p=0.01,
-    presence_penalty=0.1,
-    frequency_penalty=0.1,
-    repetition_penalty=1.1,
-    logprobs=1,
-)
-
-
-def _new_request_plan(row: int, sampling: SamplingParams) -> SchedulerOutput:
-    none = np.zeros(0, np.int32)
-    request = NewRequest(row, np.zeros(2, np.int32), 1, 0, none, sampling, 0)
-    return SchedulerOutput(0, [], [request], none, none, none, none, 0)
 
 
 def _make_output(
@@ -250,16 +171,3 @@ def num_compute_threads(config: WorkerConfig) -> int:
     if config.parallel.num_threads > 0:
         return config.parallel.num_threads
     return max(1, (cpu_threads.available_cores() - 1) // config.parallel.tensor_parallel_size)
-
-
-def _available_memory() -> int:
-    """Bytes that this process may still use: the machine's, or what its control group leaves where that is less."""
-    available = psutil.virtual_memory().available
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        available = min(available, max(0, int(text) - int(used.read_text())))
-    return available
-
-
-def _peak_rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
