@@ -255,7 +255,6 @@ class TokenizerBundle(msgspec.Struct):
     eos_token: str | None
     eos_token_ids: list[int]
     generation_config: dict[str, Any]  # the sampling defaults of the model, as in generation_config.json
-    add_bos: bool = False  # kept for templates and offline use; tokenizer_json's post-processor already adds what it must
     tokenizer_config: dict[str, Any] = {}  # further variables that chat templates may read (special tokens by name)
 
 

@@ -23,13 +23,12 @@ _SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p":
 class TokenizerFiles:
     """Fields as in engine.protocol.TokenizerBundle, which is made of this."""
 
-    tokenizer_json: str  # of the `tokenizers` library; never truncates or pads
+    tokenizer_json: str  # of the `tokenizers` library; adds begin and end tokens as the model wants, never truncates or pads
     chat_template: str | None  # Jinja
     bos_token: str | None
     eos_token: str | None
     eos_token_ids: list[int]  # the tokenizer's own first
     generation_config: dict[str, Any] = field(default_factory=dict)
-    add_bos: bool = False  # whether tokenizer_json puts bos_token before a text
     tokenizer_config: dict[str, Any] = field(default_factory=dict)  # special tokens as plain strings
 
 
@@ -55,7 +54,6 @@ def _from_gguf(path: Path) -> TokenizerFiles:
             eos_token=tokens.get("eos_token"),
             eos_token_ids=ends,
             generation_config={"eos_token_id": ends, **{name: value for name, value in sampling.items() if value is not None}},
-            add_bos=_adds(tokenizer, tokens.get("bos_token")),
             tokenizer_config=dict(tokens),
         )
 
@@ -73,7 +71,6 @@ def _from_directory(folder: Path) -> TokenizerFiles:
         eos_token=config.get("eos_token"),
         eos_token_ids=ends,
         generation_config=generation,
-        add_bos=_adds(tokenizer, config.get("bos_token")),
         tokenizer_config=config,
     )
 
@@ -131,11 +128,6 @@ def _end_token_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None, ge
     candidates = [tokenizer.token_to_id(eos_token) if eos_token else None, *(named if isinstance(named, list) else [named])]
     size = model.get("vocab_size") or tokenizer.get_vocab_size()
     return list(dict.fromkeys(token for token in candidates if isinstance(token, int) and 0 <= token < size))
-
-
-def _adds(tokenizer: Tokenizer, bos: str | None) -> bool:
-    start = tokenizer.encode("").ids[:1]
-    return bool(start) and bos is not None and start[0] == tokenizer.token_to_id(bos)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -156,7 +156,6 @@ def test_chat_template_and_special_tokens_of_the_demo_model(smollm2_gguf: Path) 
     assert files.chat_template == theirs.chat_template
     assert (files.bos_token, files.eos_token) == (theirs.bos_token, theirs.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert files.eos_token_ids == [2] and files.generation_config == {"eos_token_id": [2]}
-    assert not files.add_bos
     conversation = [
         {"role": "user", "content": "Hi  2 🎉"},
         {"role": "assistant", "content": "é"},
@@ -255,7 +254,6 @@ def test_begin_and_end_of_sequence(
     plain, other = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("Hello", "you"))
     assert tokenizer.encode("Hello").ids == [*before, *plain, *behind]
     assert tokenizer.encode("Hello", "you").ids == [*before, *plain, *behind, *before, *other, *behind]
-    assert files.add_bos == bool(before)
 
 
 def test_user_defined_tokens_stay_whole_and_are_text(make_gguf: Callable[..., Path], some_of_smollm2: dict[str, Any]) -> None:
@@ -334,7 +332,7 @@ def test_sentence_piece_has_transformers_tokens(sentence_piece: Path) -> None:
 def test_sentence_piece_falls_back_to_bytes_and_adds_bos(sentence_piece: Path) -> None:
     files = load_tokenizer_files(sentence_piece)
     tokenizer = Tokenizer.from_str(files.tokenizer_json)
-    assert files.add_bos and tokenizer.encode("").ids == [1]
+    assert tokenizer.encode("").ids == [1]
     unseen = chr(0x1F9FF)
     encoded = tokenizer.encode(unseen, add_special_tokens=False)
     assert encoded.tokens[-4:] == ["<0xF0>", "<0x9F>", "<0xA7>", "<0xBF>"]
@@ -399,13 +397,13 @@ def test_end_tokens_that_the_model_lacks_are_left_out(folder: Path) -> None:
 
 def test_what_is_added_is_tokenizer_jsons_to_say(folder: Path) -> None:
     configure(folder, bos_token="<s>", eos_token="</s>", add_bos_token=True, tokenizer_class="PreTrainedTokenizerFast")
-    assert not load_tokenizer_files(folder).add_bos
+    assert Tokenizer.from_str(load_tokenizer_files(folder).tokenizer_json).encode("hello").ids == [0]
     assert transformers_tokenizer(folder).encode("hello", truncation=False, padding=False) == [0]
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 3)])
     tokenizer.save(str(folder / "tokenizer.json"))
     files = load_tokenizer_files(folder)
-    assert files.add_bos and Tokenizer.from_str(files.tokenizer_json).encode("hello").ids == [3, 0]
+    assert Tokenizer.from_str(files.tokenizer_json).encode("hello").ids == [3, 0]
 
 
 def test_where_the_chat_template_comes_from(folder: Path) -> None:
