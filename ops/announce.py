@@ -6,7 +6,6 @@ import json
 import logging
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 from engine.config import ServeConfig
 from engine.protocol import EngineInfo
@@ -40,18 +39,12 @@ def show_derived(config: ServeConfig, info: EngineInfo) -> None:
 
 def show_ready(config: ServeConfig, url: str) -> None:
     """One line on stdout, with a command to paste."""
-    name = served_name(config)
+    name = config.api.served_model_name[0]
     key = ' -H "Authorization: Bearer $HEADRACE_KEY"' if config.api.api_key else ""
     body = json.dumps({"model": name, "stream": True, "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
     quoted = body.replace("'", "'\\''")
     curl = f"curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{quoted}'"
     print(f"headrace serves {name} on {url}; try: {curl}", flush=True)
-
-
-def served_name(config: ServeConfig) -> str:
-    """The first name by which clients know the model."""
-    path = Path(config.model.model)
-    return next(iter(config.api.served_model_name), path.stem if path.suffix == ".gguf" else path.name)
 
 
 def _show(rows: Iterable[tuple[str, str, str, str]]) -> None:

@@ -77,7 +77,7 @@ def api(config_file: str | None, fd: int | None, **values: Any) -> int:
 
 @cli.command(cls=SettingsCommand, short_help="Run an engine with its workers alone, on a Redis.")
 @config_option
-@setting_options(("model", "cache", "parallel", "scheduler", "redis", "log"), more=("served_model_name",))
+@setting_options(("model", "cache", "parallel", "scheduler", "redis", "log"), more=("served_model_name", "shutdown_timeout"))
 @progress_option
 def engine(config_file: str | None, progress_fd: int | None, **values: Any) -> int:
     """Run one engine with its workers on the Redis of --redis-url. API servers find it there."""

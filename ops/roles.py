@@ -10,6 +10,7 @@ from typing import Any
 from engine.config import EngineConfig, ServeConfig
 from ops import listen
 from ops.logs import configure_logging
+from ops.prepare import check, fetch_model, name_model
 from ops.settings import Resolved
 
 log = logging.getLogger(__name__)
@@ -31,12 +32,12 @@ def engine_config(config: ServeConfig) -> EngineConfig:
 def run_engine(resolved: Resolved, progress_fd: int | None) -> int:
     """Serve one model on a Redis until a signal; returns the exit status."""
     from engine import process
-    from ops.serve import check, fetch_model, silent
 
     configure_logging(resolved.config.log, "engine")
     check(resolved.config)
-    fetch_model(resolved, silent)
-    return process.run_engine(engine_config(resolved.config), progress_fd)
+    fetch_model(resolved)
+    name_model(resolved)
+    return process.run_engine(engine_config(resolved.config), progress_fd, resolved.config.api.shutdown_timeout)
 
 
 def run_api(resolved: Resolved, descriptor: int | None) -> int:

@@ -9,7 +9,6 @@ The roles find their settings in the environment; nothing about them is passed t
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import socket
@@ -23,13 +22,13 @@ from typing import Any
 
 from engine import calls
 from engine.bus import Bus
-from engine.config import ServeConfig
 from engine.protocol import EngineInfo
 from ops import listen
 from ops.announce import show_configuration, show_derived, show_ready
 from ops.embedded import DataDirectory, EmbeddedValkey
-from ops.errors import CommandError, SettingError
+from ops.errors import CommandError
 from ops.logs import resolve_format
+from ops.prepare import check, fetch_model, name_model
 from ops.progress import LoadingDisplay
 from ops.settings import Resolved, role_environment, shown
 from ops.supervise import Child, Command, Exit, Supervisor
@@ -43,7 +42,6 @@ ENGINE_STOP_SECONDS = 15.0
 API_STOP_SECONDS = 10.0  # beyond --shutdown-timeout
 WORKER_STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
-DEMO_NAME = "SmolLM2-135M-Instruct"
 
 
 def serve(resolved: Resolved) -> int:
@@ -61,47 +59,16 @@ def serve(resolved: Resolved) -> int:
         display = LoadingDisplay()
         stack.callback(display.close)
         fetch_model(resolved, display.update)
-        resolved.derive("log_format", resolve_format(config.log), "stderr is a terminal" if sys.stderr.isatty() else "no terminal")
+        name_model(resolved)
+        if config.log.log_format == "auto":
+            reason = "stderr is a terminal" if sys.stderr.isatty() else "stderr is no terminal"
+            resolved.derive("log_format", resolve_format(config.log), reason)
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-"))
         return asyncio.run(_run(resolved, listener, directory, display, Path(scratch)))
 
 
 async def _run(resolved: Resolved, *parts: Any) -> int:
     return await _Serve(resolved, *parts).run()
-
-
-def check(config: ServeConfig) -> None:
-    """What can be told to be wrong before anything is started. Raises SettingError."""
-    if not config.model.model:
-        raise SettingError("no model: give a safetensors directory, a .gguf file, or `demo`")
-    for name, value in (
-        ("api-server-count", config.api.api_server_count),
-        ("tensor-parallel-size", config.parallel.tensor_parallel_size),
-        ("block-size", config.cache.block_size),
-    ):
-        if value < 1:
-            raise SettingError(f"--{name} must be at least 1, not {value}")
-    if not 0 < config.cache.gpu_memory_utilization <= 1:
-        raise SettingError(f"--gpu-memory-utilization is a share above 0 and up to 1, not {config.cache.gpu_memory_utilization}")
-
-
-def silent(phase: str, fraction: float | None) -> None:
-    """Shows no progress."""
-
-
-def fetch_model(resolved: Resolved, show: Callable[[str, float | None], None]) -> None:
-    """Replace `demo` by the path of the demo model, which the first use downloads."""
-    if resolved.config.model.model != "demo":
-        return
-    from ops.demo import DemoError, fetch_demo
-
-    try:
-        path = fetch_demo(lambda fraction: show("fetch", fraction))
-    except DemoError as error:
-        raise CommandError(str(error)) from None
-    resolved.derive("model", str(path), "`demo`")
-    if not resolved.config.api.served_model_name:
-        resolved.derive("served_model_name", [DEMO_NAME], "`demo`")
 
 
 def role(name: str, *arguments: str) -> list[str]:
@@ -163,9 +130,7 @@ class _Serve:
         self._directory.write_state()
 
     def _engine(self) -> Child:
-        environment = role_environment(self._config, ENGINE_SECTIONS, os.environ)
-        if self._config.api.served_model_name:
-            environment["HEADRACE_SERVED_MODEL_NAME"] = json.dumps(self._config.api.served_model_name)
+        environment = role_environment(self._config, ENGINE_SECTIONS, os.environ, more=("served_model_name",))
         command = Command("engine", role("engine"), environment, stop_timeout=ENGINE_STOP_SECONDS)
         return self._child(command, on_progress=self._engine_progress, on_exit=self._bury)
 

@@ -226,14 +226,19 @@ def _parse_float(raw: object, origin: str) -> float:
     return value
 
 
-def role_environment(config: ServeConfig, sections: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment that gives a role's process these sections' values and no other settings. Keys so stay out of `ps` output."""
-    wanted = set(sections)
+def role_environment(
+    config: ServeConfig, sections: Iterable[str], environ: Mapping[str, str], more: Iterable[str] = ()
+) -> dict[str, str]:
+    """The environment that gives a role's process the values of these sections, and of the settings `more`, and no others.
+
+    Not by its command line: keys would stand in the process list.
+    """
+    wanted = {setting.name for setting in SETTINGS.values() if setting.section in set(sections)} | set(more)
     settings_of_ours = {FILE_VARIABLE, *(setting.variable for setting in SETTINGS.values())}
     child = {name: value for name, value in environ.items() if name not in settings_of_ours}
     for setting in SETTINGS.values():
         value = getattr(getattr(config, setting.section), setting.name)
-        if setting.section not in wanted or value == setting.default:
+        if setting.name not in wanted or value == setting.default:
             continue
         child[setting.variable] = json.dumps(value) if setting.repeatable else str(value)
     return child

@@ -26,6 +26,7 @@ LONGEST_DELAY = 30.0
 CALM = 60.0  # seconds of running after which a death counts as the first one again
 START_ATTEMPTS = 4  # of a child that was never ready: what fails so often will not mend itself
 LONGEST_LINE = 64 * 1024
+LAST_LINES_SECONDS = 2.0  # for what a dead child has left in its pipes
 
 
 class ChildFailed(CommandError):
@@ -137,7 +138,7 @@ class Child:
                 watchers.append(asyncio.create_task(self._await_ready(self._command.ready)))
             await process.wait()
             self.kill_group()  # what the dead one had started holds its pipes and its memory
-            await asyncio.wait(watchers[:2])
+            await asyncio.wait(watchers[:2], timeout=LAST_LINES_SECONDS)
         finally:
             self.kill_group()
             self._group = None

@@ -1,0 +1,49 @@
+"""What is checked and settled about a model before any process is started for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.config import ServeConfig
+from ops.errors import CommandError, SettingError
+from ops.settings import Resolved
+
+DEMO_NAME = "SmolLM2-135M-Instruct"
+
+
+def check(config: ServeConfig) -> None:
+    """What can be told to be wrong before anything is started. Raises SettingError."""
+    if not config.model.model:
+        raise SettingError("no model: give a safetensors directory, a .gguf file, or `demo`")
+    for name, value in (
+        ("api-server-count", config.api.api_server_count),
+        ("tensor-parallel-size", config.parallel.tensor_parallel_size),
+        ("block-size", config.cache.block_size),
+    ):
+        if value < 1:
+            raise SettingError(f"--{name} must be at least 1, not {value}")
+    if not 0 < config.cache.gpu_memory_utilization <= 1:
+        raise SettingError(f"--gpu-memory-utilization is a share above 0 and up to 1, not {config.cache.gpu_memory_utilization}")
+
+
+def fetch_model(resolved: Resolved, show: Callable[[str, float | None], None] = lambda phase, fraction: None) -> None:
+    """Replace `demo` by the path of the demo model, which the first use downloads; `show` hears how far it is."""
+    if resolved.config.model.model != "demo":
+        return
+    from ops.demo import DemoError, fetch_demo
+
+    try:
+        path = fetch_demo(lambda fraction: show("fetch", fraction))
+    except DemoError as error:
+        raise CommandError(str(error)) from None
+    resolved.derive("model", str(path), "`demo`")
+    if not resolved.config.api.served_model_name:
+        resolved.derive("served_model_name", [DEMO_NAME], "`demo`")
+
+
+def name_model(resolved: Resolved) -> None:
+    """Settle under which name clients know the model, where no name was given."""
+    if not resolved.config.api.served_model_name:
+        path = Path(resolved.config.model.model).resolve()
+        resolved.derive("served_model_name", [path.stem if path.suffix == ".gguf" else path.name], "from the path")
