@@ -46,6 +46,7 @@ class Intake:
     ) -> None:
         self.num_admitted = 0  # written by the loop: arrivals that reached the scheduler
         self.paused = False  # asleep or draining: the backlog stays in Redis
+        self.closed = False  # for good: the engine stops
         self._num_taken = 0
         self._unanswered: calls.Call[list[calls.Taken]] | None = None  # a take whose answer was lost: it may own requests already
         self._bus = bus
@@ -92,7 +93,7 @@ class Intake:
 
     def _take_once(self) -> bool:
         """Take what there is room for; False when there was nothing to take or no room."""
-        room = 0 if self.paused else self._room() - (self._num_taken - self.num_admitted)
+        room = 0 if self.paused or self.closed else self._room() - (self._num_taken - self.num_admitted)
         if room <= 0 and self._unanswered is None:
             return False
         call = self._unanswered or calls.take(self._model, self._slot, self._incarnation, room)

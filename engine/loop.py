@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import cProfile
 import logging
+import math
 import queue
-import threading
 import time
 
 import numpy as np
@@ -48,8 +48,8 @@ class EngineLoop:
         self.inbox: queue.SimpleQueue[Arrival | ControlCommand | None] = queue.SimpleQueue()
         self._clients = clients
         self._client_index: dict[str, int] = {}
-        self._stop = threading.Event()
-        self._deadline = 0.0
+        self._stopping = False
+        self._deadline = math.inf  # monotonic
         self._failure: BaseException | None = None
         self.profile: cProfile.Profile | None = None
 
@@ -75,11 +75,14 @@ class EngineLoop:
         self._end_all("The engine was shut down.")
 
     def stop(self, timeout: float = 0.0) -> None:
-        """Stop taking requests; end what still runs after `timeout` seconds, then return from `run`. Safe in a signal handler."""
-        self._deadline = time.monotonic() + timeout
-        self._stop.set()
+        """Take no more requests; end what still runs after `timeout` seconds, or at once when asked again; then return from `run`.
+
+        Until then aborts are obeyed. Safe in a signal handler: it takes no lock, which the code that it interrupts might hold.
+        """
+        self._deadline = -math.inf if self._stopping else time.monotonic() + timeout
+        self._stopping = True
+        self.intake.closed = True
         self.outflow.give_up_at(self._deadline)
-        self.intake.stop()
         self.inbox.put(None)
 
     def fail(self, error: BaseException) -> None:
@@ -90,7 +93,7 @@ class EngineLoop:
     def _over(self) -> bool:
         if self._failure is not None:
             raise self._failure
-        return self._stop.is_set() and (not self.core.has_work or time.monotonic() >= self._deadline)
+        return self._stopping and (not self.core.has_work or time.monotonic() >= self._deadline)
 
     # In
 
@@ -114,9 +117,7 @@ class EngineLoop:
 
     def _admit(self, arrival: Arrival, report: Report) -> None:
         self.intake.num_admitted += 1
-        source = arrival.request
-        held = HeldRequest(source, make_requests(source, self._index_of(source.client), arrival.received))
-        early = self.held.add(held)
+        held, early = self._hold(arrival)
         if early is not None:
             self._close_unrun(held, early.reason, None, report)
         elif problem := self._problem(held):
@@ -124,6 +125,12 @@ class EngineLoop:
         else:
             for request in held.choices:
                 self.core.add_request(request)
+
+    def _hold(self, arrival: Arrival) -> tuple[HeldRequest, Abort | None]:
+        """The request, held from now on, and the abort that came before it."""
+        source = arrival.request
+        held = HeldRequest(source, make_requests(source, self._index_of(source.client), arrival.received))
+        return held, self.held.add(held)
 
     def _problem(self, held: HeldRequest) -> str | None:
         """Why the core cannot run this request. API servers check all of it; one of another version may not."""
@@ -208,17 +215,20 @@ class EngineLoop:
             self.intake.ring()  # there is room again
 
     def _end_all(self, why: str) -> None:
-        """The one terminal output of everything still held, then the last flush."""
+        """The one terminal output of everything taken and not ended, then the last flush."""
+        self.intake.stop()
+        self.intake.join(timeout=2.0)
         report = Report()
         for held in self.held.all():
             for request in self.core.finish(held.source.request_id, reason=FinishReason.ERROR):
                 request.error = why
                 self._close(request, report)
+        while not self.inbox.empty():
+            if isinstance(item := self.inbox.get(), Arrival):
+                self._close_unrun(self._hold(item)[0], FinishReason.ERROR, why, report)
         if report:
             self.outflow.put(report)
-        self.intake.stop()
         self.outflow.close(timeout=2.0)
-        self.intake.join(timeout=2.0)
         self.heartbeat.stop()
 
     # Looking

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from engine import calls
 from engine.calls import AdmissionLimits, RequestFacts
 from engine.client import AsyncClient, Refused, RequestStream
+from engine.loop import IDLE_SECONDS
 from engine.protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -372,6 +374,61 @@ async def test_shutdown_ends_what_runs(start_engine: Callable[..., RunningEngine
     engine.join()
     assert engine.bus.run(calls.engines(MODEL)) == []
     assert engine.error is None
+
+
+async def test_a_draining_engine_still_obeys_aborts(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
+    engine = start_engine()
+    (stream,) = await add(client, make_request(client, max_tokens=450))
+    await anext(stream)
+    engine.loop.stop(timeout=60)
+    async with asyncio.timeout(10):
+        result = await client.abort(MODEL, stream.request_id)
+    assert result.state == "ended" and 0 < result.num_tokens < 450
+    engine.join()  # nothing is left to wait for
+    assert engine.error is None
+
+
+async def test_the_second_stop_does_not_wait(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
+    engine = start_engine()
+    (stream,) = await add(client, make_request(client, max_tokens=450))
+    await anext(stream)
+    engine.loop.stop(timeout=60)
+    engine.loop.stop(timeout=60)
+    engine.join()
+    _, (end,) = await collect(stream)
+    assert end.reason == FinishReason.ERROR
+
+
+def test_stop_takes_no_lock_of_the_loop(engine: RunningEngine) -> None:
+    """A signal handler runs it between any two instructions of the loop, one that rings the intake's bell among them."""
+    stopping = threading.Thread(target=engine.loop.stop, daemon=True)
+    with engine.loop.intake._bell._cond:
+        stopping.start()
+        stopping.join(10)
+        assert not stopping.is_alive()
+    engine.join()
+
+
+async def test_what_was_taken_but_not_looked_at_ends_with_its_engine(
+    engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = threading.Event()
+    monkeypatch.setattr(engine.loop, "_take_in", lambda: looks.wait(0.01))  # the inbox is never emptied
+    await asyncio.to_thread(looks.wait, 2 * IDLE_SECONDS)  # a look that had begun is over
+    (stream,) = await add(client, make_request(client))
+    async with asyncio.timeout(10):
+        while (record := await client.record(MODEL, stream.request_id)) is None or record.state != "running":
+            await asyncio.sleep(0.01)
+        engine.loop.stop()
+        tokens, (end,) = await collect(stream)
+    assert tokens == [[]] and (end.reason, end.error) == (FinishReason.ERROR, "The engine was shut down.")
+    await asyncio.to_thread(engine.join)
 
 
 async def test_utility_calls(engine: RunningEngine, client: AsyncClient) -> None:
