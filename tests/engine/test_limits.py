@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.config import CacheConfig, Capacity, ModelConfig, SchedulerConfig
@@ -67,9 +69,7 @@ def test_exactly_enough_and_one_block_short() -> None:
 
 def test_a_refusal_names_needed_available_and_feasible() -> None:
     with pytest.raises(DoesNotFit) as refusal:
-        fit_kv_cache(
-            ModelConfig(), CacheConfig(), capacity(64 << 20).__class__(**{**vars(capacity(64 << 20)), "block_bytes": 1 << 20})
-        )
+        fit_kv_cache(ModelConfig(), CacheConfig(), replace(capacity(64 << 20), block_bytes=1 << 20))
     assert str(refusal.value).startswith(
         "The KV cache of one request of 2048 tokens needs 129.0 MiB, but 64.0 MiB are available for it. "
         "The longest feasible length is 1008 tokens: use --max-model-len 1008"
