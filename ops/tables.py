@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from engine.calls import RecordView
 from engine.protocol import EngineInfo
 from ops.requests import Request, timeline
 from ops.usage import UsageRow
@@ -41,7 +40,7 @@ def show_requests(requests: Sequence[Request]) -> None:
                 record.tenant,
                 record.endpoint,
                 str(record.prompt_tokens),
-                _output(record),
+                str(record.output_tokens),
                 duration(until - record.enqueued) if record.enqueued else "",
                 duration(now - record.finished) + " ago" if record.finished else "",
             )
@@ -65,7 +64,7 @@ def show_request(request: Request, others: Sequence[Request]) -> None:
         ("prompt", f"{record.prompt_tokens} tokens, {record.cached_tokens} of them from the prefix cache"),
         (
             "output",
-            f"{_output(record)} of at most {record.max_tokens} tokens" + (f", {record.n} choices" if record.n > 1 else ""),
+            f"{record.output_tokens} of at most {record.max_tokens} tokens" + (f", {record.n} choices" if record.n > 1 else ""),
         ),
         ("preemptions", str(record.preemptions)),
     ]
@@ -150,11 +149,6 @@ def show_table(headings: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     console().print(table)
-
-
-def _output(record: RecordView) -> str:
-    """Tokens made, which the record knows once the request has ended."""
-    return str(record.output_tokens) if record.state == "ended" else "-"
 
 
 def duration(seconds: float) -> str:
