@@ -36,13 +36,14 @@ async def list_requests(
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> dict[str, Any]:
     service, principal = service_of(request), principal_of(request)
+    tenant = None if principal.admin else principal.tenant
     records: list[RecordView] = []
     for name in _model_names(service, model):
         if state != "ended":
-            running = await service.bus.run(calls.live_requests(name, limit))
+            running = await service.bus.run(calls.live_requests(name, limit, tenant))
             records += running
         if state != "live":
-            ended = await service.bus.run(calls.ended_requests(name, limit))
+            ended = await service.bus.run(calls.ended_requests(name, limit, tenant))
             records += ended
     visible = [record for record in records if principal.may_see(record.tenant)]
     visible.sort(key=lambda record: record.enqueued, reverse=True)

@@ -11,6 +11,9 @@ from engine import keys
 from engine.protocol import EngineInfo, FinishReason, RequestTimes, StoredChoice, StoredOutput, decode_info, decode_stored
 from engine.scripts import Call
 
+PAGE = 500  # records read at once
+MOST_LOOKED_AT = 10_000  # records that one listing of a tenant reads
+
 
 @dataclass(frozen=True)
 class RecordView:
@@ -112,21 +115,40 @@ def _counted(view: RecordView, engine: EngineInfo | None) -> RecordView:
     return replace(view, output_tokens=engine.progress.get(view.id, view.output_tokens))
 
 
-def _listing(model: str, index: str, limit: int) -> Call[list[RecordView]]:
-    return Call(lambda answers: _records(model, answers[0]), commands=(("ZREVRANGE", index, 0, max(0, limit - 1)),))
+def _listing(model: str, index: str, limit: int, tenant: str | None) -> Call[list[RecordView]]:
+    """Page by page, because how many there are of other tenants is not known."""
+    most = MOST_LOOKED_AT if tenant is not None else limit
+
+    def page(start: int, found: dict[str, RecordView]) -> Call[list[RecordView]]:
+        def look(answers: list[Any]) -> list[RecordView] | Call[list[RecordView]]:
+            ids = answers[0]
+
+            def choose(values: list[Any]) -> list[RecordView] | Call[list[RecordView]]:
+                views = [view for view in map(_parse, values) if view is not None and tenant in (None, view.tenant)]
+                everything = found | {view.id: view for view in views}  # what came meanwhile moved some to this page
+                done = len(everything) >= limit or start + PAGE >= most
+                return list(everything.values())[:limit] if done else page(start + PAGE, everything)
+
+            reads = tuple(_read(model, request_id.decode()) for request_id in ids)
+            return Call(choose, commands=reads) if ids else list(found.values())
+
+        last = min(start + PAGE, most) - 1
+        return Call(look, commands=(("ZREVRANGE", index, start, last),))
+
+    return page(0, {})
 
 
-def live_requests(model: str, limit: int = 1000) -> Call[list[RecordView]]:
-    """Requests that have not ended, newest first."""
-    return _listing(model, keys.live(model), limit)
+def live_requests(model: str, limit: int = 1000, tenant: str | None = None) -> Call[list[RecordView]]:
+    """Requests that have not ended, newest first. `tenant`: this one's alone."""
+    return _listing(model, keys.live(model), limit, tenant)
 
 
-def ended_requests(model: str, limit: int = 100) -> Call[list[RecordView]]:
-    """Ended requests whose records are still kept, last ended first."""
-    return _listing(model, keys.ended(model), limit)
+def ended_requests(model: str, limit: int = 100, tenant: str | None = None) -> Call[list[RecordView]]:
+    """Ended requests whose records are still kept, last ended first. `tenant`: this one's alone."""
+    return _listing(model, keys.ended(model), limit, tenant)
 
 
-def find(model: str, request_id: str, limit: int = 16) -> Call[list[RecordView]]:
+def find(model: str, request_id: str, limit: int = 1000) -> Call[list[RecordView]]:
     """The requests that a client knows under this id, newest first; and the one that bears it as its internal id."""
 
     def decode(answers: list[Any]) -> Call[list[RecordView]]:

@@ -8,6 +8,7 @@
 -- Sent twice: requests that stand there with the same API server and handle are answered with their entries.
 
 local SLOTS, SLOT = KEYS[10], KEYS[11]
+local EXTERNAL_LOOKED_AT = 8 -- oldest entries of a full index that one request looks at
 local now, max_requests, max_tokens, require_engine, memory_share, wake = unpack(ARGV, 1, 6)
 
 local function refused(reason, value, limit, id)
@@ -71,6 +72,16 @@ local function check_limits(requests)
   return nil
 end
 
+-- An id that a client uses for ever must not fill Redis, but a live request is found under its id whoever else uses it: only what
+-- has ended goes, looked for among the oldest.
+local function trim_external(index)
+  local excess = redis.call('ZCARD', index) - EXTERNAL_KEPT
+  if excess <= 0 then return end
+  for _, id in ipairs(redis.call('ZRANGE', index, 0, math.min(excess, EXTERNAL_LOOKED_AT) - 1)) do
+    if not redis.call('ZSCORE', LIVE, id) then redis.call('ZREM', index, id) end
+  end
+end
+
 local function add(request)
   local entry = redis.call('XADD', REQUESTS, '*', 'id', request.id, 'payload', request.payload)
   redis.call('HSET', RECORD .. request.id, 'entry', entry, unpack(request.fields))
@@ -80,7 +91,7 @@ local function add(request)
   add_tokens(request.tenant, tonumber(request.prompt_tokens))
   local index = EXTERNAL .. request.external_id
   redis.call('ZADD', index, now, request.id)
-  redis.call('ZREMRANGEBYRANK', index, 0, -EXTERNAL_KEPT - 1)
+  trim_external(index)
   redis.call('PERSIST', index)
   return entry
 end

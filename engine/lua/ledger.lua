@@ -8,7 +8,7 @@
 
 local REQUESTS, ORDER, LIVE, ENDED, LOAD, USAGE, RECORD, EXTERNAL, TOMBSTONE = unpack(KEYS, 1, 9)
 local GROUP = 'engines'
-local EXTERNAL_KEPT = 128 -- requests found under one client-given id
+local EXTERNAL_KEPT = 128 -- requests found under one client-given id, besides live ones
 
 -- A member of ORDER is the entry's id with its sequence number padded: equal scores are then in order of arrival.
 local function order_member(entry)

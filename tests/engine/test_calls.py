@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from engine import calls, keys
+from engine import calls, keys, records
 from engine.protocol import Abort, Replay, TokenizerBundle, Utility
 from engine.records import FIELDS, RecordView, parse_record
 from tests.engine.ledger_world import World
@@ -31,6 +31,19 @@ def test_listings_are_bounded_and_newest_first(world: World) -> None:
     assert [view.id for view in world.bus.run(calls.ended_requests(world.model))] == ["q0", "q2"]
     assert [view.state for view in world.bus.run(calls.live_requests(world.model))] == ["queued", "queued", "running", "running"]
     assert world.bus.run(calls.live_requests("nobody")) == []
+
+
+def test_a_tenant_finds_its_own_behind_any_number_of_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "PAGE", 4)
+    for number in range(3):
+        world.enqueue(world.request(f"mine{number}", tenant="me"))
+    for number in range(9):
+        world.enqueue(world.request(f"other{number}", tenant="other"))
+    assert [view.id for view in world.bus.run(calls.live_requests(world.model, 2, "me"))] == ["mine2", "mine1"]
+    assert [view.id for view in world.bus.run(calls.live_requests(world.model, 100, "me"))] == ["mine2", "mine1", "mine0"]
+    assert [view.id for view in world.bus.run(calls.live_requests(world.model, 5))] == [f"other{n}" for n in (8, 7, 6, 5, 4)]
+    assert world.bus.run(calls.live_requests(world.model, 100, "nobody")) == []
+    assert len(world.bus.run(calls.live_requests(world.model))) == 12
 
 
 def test_found_by_the_clients_id_and_by_the_internal_one(world: World) -> None:

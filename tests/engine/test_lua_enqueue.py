@@ -171,11 +171,17 @@ def test_racing_senders_stay_within_the_limit(world: World) -> None:
 
 
 def test_a_client_that_reuses_one_id_for_ever_fills_nothing(world: World) -> None:
-    for _ in range(140):
-        world.enqueue(world.request())
-    assert world.raw.zcard(keys.external(world.model, "ext")) == 128
-    newest = world.bus.run(calls.find(world.model, "ext", limit=3))
-    assert [view.id for view in newest] == ["r140", "r139", "r138"]
+    world.enqueue(world.request("patient"))
+    engine = world.engine()
+    world.take(engine)
+    for number in range(140):
+        world.enqueue(world.request(f"r{number}"))
+        world.take(engine)
+        world.end(engine, f"r{number}")
+    assert world.raw.zcard(keys.external(world.model, "ext")) == 129  # 128, and the one that still runs
+    found = [view.id for view in world.bus.run(calls.find(world.model, "ext"))]
+    assert found[:3] == ["r139", "r138", "r137"]
+    assert found[-1] == "patient"
 
 
 def test_a_handle_that_lua_cannot_hold_is_a_fault_of_the_caller(world: World) -> None:
