@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 from api.choice import ChoiceAssembler, ChoiceOutput
@@ -125,19 +126,19 @@ class Generation:
 
     async def outputs(self) -> AsyncGenerator[list[ChoiceOutput]]:
         """What the choices have to say, update by update; each ends once. Raises GenerationError where the engine gave up."""
-        waiting: list[ChoiceOutput] = []
+        held: dict[int, list[ChoiceOutput]] = {}  # by prompt
         async with aclosing(_merged(self._streams)) as updates:
             async for prompt, update in updates:
                 outputs = await self._take(prompt, update)
                 self._note_time(outputs)
+                outputs = [*held.pop(prompt, []), *outputs]
                 if self._lacks_prompt_logprobs(prompt):
-                    waiting += outputs  # an echo begins with the prompt's logprobs: nothing may overtake them
-                elif waiting or outputs:
-                    yield [*waiting, *outputs]
-                    waiting = []
+                    held[prompt] = outputs  # an echo begins with the prompt's logprobs: nothing may overtake them
+                elif outputs:
+                    yield outputs
         cut = [self._cut_off(index) for index, assembler in enumerate(self._assemblers) if not assembler.finished]
-        if waiting or cut:
-            yield [*waiting, *cut]
+        if rest := [*chain.from_iterable(held.values()), *cut]:
+            yield rest
 
     async def abort(self) -> None:
         """End everything now; `outputs` then gives each open choice its end, with what it has. Idempotent."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
+from prometheus_client import Histogram
+
 from api.generation import Generation
 from api.metrics import Metrics
 from engine.protocol import FinishReason
@@ -18,6 +20,7 @@ class RequestObserver:
     def __init__(self, metrics: Metrics) -> None:
         self.open: set[Generation] = set()
         self._metrics = metrics
+        self._gaps: dict[tuple[str, str], Histogram] = {}  # by labels: this one is looked up for every output
 
     def opened(self, generation: Generation) -> None:
         self.open.add(generation)
@@ -28,10 +31,12 @@ class RequestObserver:
             self._metrics.max_tokens.labels(*labels).observe(sampling.max_tokens)
 
     def output(self, generation: Generation, previous: float, now: float) -> None:
-        if previous:
-            self._metrics.itl.labels(*_labels(generation)).observe(now - previous)
+        labels = _labels(generation)
+        if not previous:
+            self._metrics.ttft.labels(*labels).observe(now - generation.arrival)
+            self._gaps[labels] = self._metrics.itl.labels(*labels)
         else:
-            self._metrics.ttft.labels(*_labels(generation)).observe(now - generation.arrival)
+            self._gaps[labels].observe(now - previous)
 
     def choice_ended(self, generation: Generation, index: int, reason: FinishReason) -> None:
         self._metrics.choice_ended(*_labels(generation), reason)

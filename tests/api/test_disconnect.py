@@ -68,3 +68,26 @@ async def test_nothing_is_left_after_many(slow_server: LiveServer) -> None:
             metrics = (await http.get("/metrics")).text
         assert 'kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0' in metrics
         assert 'request_success_total{engine="0",finished_reason="abort",model_name="tiny"}' in metrics
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_waits(slow_server: LiveServer, stream: bool) -> None:
+    """Nothing is sent to a client whose request waits for a slot: its going is noticed all the same."""
+    request_id = f"waits-{stream}"
+    async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as http:
+        filling = asyncio.create_task(http.post("/v1/completions", json={"prompt": ["fill"] * 8, "max_tokens": 1500}))
+        while len([r for r in (await http.get("/v1/requests")).json()["data"] if r["state"] == "running"]) < 8:
+            await asyncio.sleep(0.01)  # until all slots are taken
+        async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as leaving:
+            body = {"prompt": "x", "max_tokens": 1500, "stream": stream}
+            work = asyncio.create_task(leaving.post("/v1/completions", json=body, headers={"X-Request-Id": request_id}))
+            while (await http.get(f"/v1/requests/{request_id}")).status_code != 200:
+                await asyncio.sleep(0.01)  # until it is enqueued
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        record = await gone(http, request_id)
+        assert (record["finish_reason"], record["output_tokens"]) == ("abort", 0)
+        filling.cancel()
+        await asyncio.gather(filling, return_exceptions=True)
+        while (await http.get("/v1/requests")).json()["data"]:
+            await asyncio.sleep(0.01)  # until the disconnect has reached the engine
