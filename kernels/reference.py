@@ -47,9 +47,10 @@ def kv_write(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
     block_size = key_cache.shape[3]
-    blocks, offsets = slots // block_size, slots % block_size
-    key_cache[blocks, :, :, offsets] = key
-    value_cache[blocks, :, offsets] = value
+    written = slots >= 0
+    blocks, offsets = slots[written] // block_size, slots[written] % block_size
+    key_cache[blocks, :, :, offsets] = key[written]
+    value_cache[blocks, :, offsets] = value[written]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
