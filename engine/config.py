@@ -26,6 +26,7 @@ class SchedulerConfig:
     )
     long_prefill_token_threshold: int = option(0, "most tokens of one prompt in a step while others wait or run; 0: no cap")
     scheduling_policy: str = option("fcfs", "order of waiting requests", choices=("fcfs", "priority"))
+    async_scheduling: bool = option(True, "plan a step while its predecessor runs (with worker processes)")
     shrink_chunks: bool = option(False, "where blocks are short of a whole prefill chunk, admit the part that fits")
     watermark: float = option(0.0, "share of the KV blocks that admission keeps free, 0 to 1")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from engine.protocol import EngineStats, FinishReason
 from engine.request import Request
 from engine.scheduler import Scheduler
 from gpu.executor import Executor
+from gpu.plan import SchedulerOutput
 
 
 class EngineCore:
@@ -42,6 +44,8 @@ class EngineCore:
         except BaseException:
             self.executor.shutdown()
             raise
+        self._out: deque[SchedulerOutput] = deque()  # submitted, not taken in
+        self._most_out = 2 if config.scheduler.async_scheduling and config.parallel.distributed_executor_backend == "mp" else 1
         self.limits = Limits(max_model_len, num_blocks, budget, max_num_seqs)
         self.scheduler = Scheduler(
             replace(config.scheduler, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs),
@@ -66,20 +70,35 @@ class EngineCore:
         return self.scheduler.finish(request_id, choice, reason, keep, stop_reason, self.clock())
 
     def step(self) -> StepOutputs | None:
-        """One step; None when there is nothing to do. Raises `WorkerError` when the workers are gone."""
-        if not self.scheduler.has_work:
-            return None
-        self.step_started = started = time.monotonic()
-        plan = self.scheduler.schedule(self.clock())
-        self.executor.submit(plan)
+        """Plan and submit the next step, then take in the oldest one that is out. None when there is nothing to do.
+
+        With asynchronous scheduling the step planned here runs on the workers while its predecessor is taken in, given out, and its
+        successor is planned: the workers append what they sample to their own rows, so a plan needs no token to be known. Raises
+        `WorkerError` when the workers are gone.
+        """
+        self.step_started = self.step_started or time.monotonic()
+        while self.scheduler.has_work and len(self._out) < self._most_out:
+            plan = self.scheduler.schedule(self.clock())
+            if not plan.total_num_scheduled_tokens:
+                if self._out:
+                    break  # what is out must come back first
+                self.step_started = None
+                return self.scheduler.update_from_output(plan, None, self.clock())
+            self.executor.submit(plan)
+            self._out.append(plan)
+        return self._take_in_oldest() if self._out else None
+
+    def _take_in_oldest(self) -> StepOutputs:
         output = self.executor.collect()
-        outputs = self.scheduler.update_from_output(plan, output, self.clock())
-        self.step_started, self.last_step_seconds = None, time.monotonic() - started
+        outputs = self.scheduler.update_from_output(self._out.popleft(), output, self.clock())
+        now = time.monotonic()
+        self.last_step_seconds = now - (self.step_started or now)
+        self.step_started = now if self._out else None
         return outputs
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._out)
 
     def stats(self) -> EngineStats:
         stats = self.scheduler.stats()

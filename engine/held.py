@@ -30,11 +30,11 @@ class HeldRequest:
     choices: list[Request]
     prompt_logprobs: list[OutputPromptLogprobs] = field(default_factory=list)
     logprobs: list[list[OutputLogprobs]] = field(init=False)  # by choice, in order of output; empty when not asked for
-    num_open: int = field(init=False)  # choices whose end was not noted yet
+    open_choices: set[int] = field(init=False)  # whose end was not noted yet
 
     def __post_init__(self) -> None:
         self.logprobs = [[] for _ in self.choices]
-        self.num_open = len(self.choices)
+        self.open_choices = {request.choice for request in self.choices}
 
     def finished_output(self, request: Request) -> FinishedOutput:
         return FinishedOutput(
@@ -102,8 +102,8 @@ class HeldRequests:
     def close_choice(self, request: Request) -> HeldRequest | None:
         """Note the end of a choice; returns the held request when it was the last one, which is then no longer held."""
         held = self._held[request.request_id]
-        held.num_open -= 1
-        return None if held.num_open else self._held.pop(request.request_id)
+        held.open_choices.remove(request.choice)
+        return None if held.open_choices else self._held.pop(request.request_id)
 
 
 def reason_of(request: Request) -> FinishReason:

@@ -48,6 +48,8 @@ class EngineLoop:
         self.inbox: queue.SimpleQueue[Arrival | ControlCommand | None] = queue.SimpleQueue()
         self._clients = clients
         self._client_index: dict[str, int] = {}
+        self._fenced: set[tuple[str, int]] = set()  # ended, but a step that is out may still write their blocks
+        self._promised: list[tuple[str, ControlReply]] = []  # answers that wait for them
         self._stopping = False
         self._deadline = math.inf  # monotonic
         self._failure: BaseException | None = None
@@ -163,10 +165,11 @@ class EngineLoop:
             self.held.remember_abort(command)
         else:
             for request in self.core.finish(command.request_id, command.choice, command.reason, command.keep, command.stop_reason):
-                self._close(request, report)
+                self._close_when_free(request, report)
             num_tokens = self._num_output_tokens(held)
         if command.reply_to:
-            report.replies.append((command.reply_to, ControlReply(command.token, num_tokens=num_tokens)))
+            reply = (command.reply_to, ControlReply(command.token, num_tokens=num_tokens))
+            (self._promised if self._fenced else report.replies).append(reply)
 
     def _replay(self, command: Replay, report: Report) -> None:
         held = self.held.get(command.request_id)
@@ -204,8 +207,25 @@ class EngineLoop:
         report.started = [self.held.of(request) for request in outputs.started if request.choice == 0]
         for request in outputs.finished:
             self._close(request, report)
+        self._release(outputs.released, report)
         if report:
             self.outflow.put(report)
+
+    def _close_when_free(self, request: Request, report: Report) -> None:
+        """Nobody is told of an end before its blocks are free: a step that is out may write them until it returns."""
+        if request.row >= 0:
+            self._fenced.add(request.key)
+        else:
+            self._close(request, report)
+
+    def _release(self, released: list[Request], report: Report) -> None:
+        for request in released:
+            if request.key in self._fenced:
+                self._fenced.remove(request.key)
+                self._close(request, report)
+        if not self._fenced:
+            report.replies += self._promised
+            self._promised = []
 
     def _close(self, request: Request, report: Report) -> None:
         held = self.held.of(request)
@@ -222,7 +242,11 @@ class EngineLoop:
         for held in self.held.all():
             for request in self.core.finish(held.source.request_id, reason=FinishReason.ERROR):
                 request.error = why
-                self._close(request, report)
+        for held in self.held.all():
+            for request in held.choices:
+                if request.choice in held.open_choices:
+                    self._close(request, report)
+        report.replies += self._promised
         while not self.inbox.empty():
             if isinstance(item := self.inbox.get(), Arrival):
                 self._close_unrun(self._hold(item)[0], FinishReason.ERROR, why, report)

@@ -120,17 +120,17 @@ def _listing(model: str, index: str, limit: int, tenant: str | None) -> Call[lis
     most = MOST_LOOKED_AT if tenant is not None else limit
 
     def page(start: int, found: dict[str, RecordView]) -> Call[list[RecordView]]:
-        def look(answers: list[Any]) -> list[RecordView] | Call[list[RecordView]]:
+        def look(answers: list[Any]) -> Call[list[RecordView]]:
             ids = answers[0]
 
-            def choose(values: list[Any]) -> list[RecordView] | Call[list[RecordView]]:
+            def choose(values: list[Any]) -> Call[list[RecordView]]:
                 views = [view for view in map(_parse, values) if view is not None and tenant in (None, view.tenant)]
                 everything = found | {view.id: view for view in views}  # what came meanwhile moved some to this page
                 done = len(everything) >= limit or start + PAGE >= most
-                return list(everything.values())[:limit] if done else page(start + PAGE, everything)
+                return _with_progress(model, list(everything.values())[:limit]) if done else page(start + PAGE, everything)
 
             reads = tuple(_read(model, request_id.decode()) for request_id in ids)
-            return Call(choose, commands=reads) if ids else list(found.values())
+            return Call(choose, commands=reads) if ids else _with_progress(model, list(found.values()))
 
         last = min(start + PAGE, most) - 1
         return Call(look, commands=(("ZREVRANGE", index, start, last),))

@@ -48,22 +48,23 @@ class RunningEngine:
         assert not self._thread.is_alive()
 
 
-def null_config(**scheduler: int) -> EngineConfig:
+def null_config(backend: str = "uni", **scheduler: int) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model="null", device="cpu", load_format="null", max_model_len=512),
         cache=CacheConfig(block_size=16, num_gpu_blocks_override=513),
-        parallel=ParallelConfig(distributed_executor_backend="uni"),
+        parallel=ParallelConfig(distributed_executor_backend=backend),
         scheduler=SchedulerConfig(**{"max_num_batched_tokens": 256, "max_num_seqs": 16, **scheduler}),
         redis=RedisConfig(),
     )
 
 
-@pytest.fixture
-def start_engine(redis_url: str) -> Iterator[Callable[..., RunningEngine]]:
+@pytest.fixture(params=["uni", "mp"])
+def start_engine(redis_url: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., RunningEngine]]:
+    """With the worker in this process, a step at a time; and with a worker process, one step planned ahead."""
     started: list[RunningEngine] = []
 
     def start(**scheduler: int) -> RunningEngine:
-        started.append(RunningEngine(redis_url, null_config(**scheduler)))
+        started.append(RunningEngine(redis_url, null_config(request.param, **scheduler)))
         return started[-1]
 
     yield start
