@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.multiprocess import mark_process_dead
+
 from engine import calls
 from engine.bus import Bus
 from engine.protocol import EngineInfo
@@ -42,6 +44,7 @@ ENGINE_STOP_SECONDS = 15.0
 API_STOP_SECONDS = 10.0  # beyond --shutdown-timeout
 WORKER_STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
+METRICS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's name
 
 
 def serve(resolved: Resolved) -> int:
@@ -138,6 +141,9 @@ class _Serve:
         descriptor = self._listener.fileno()
         environment = role_environment(self._config, API_SECTIONS, os.environ)
         count = self._config.api.api_server_count
+        if count > 1:  # whichever of them is scraped answers for all
+            environment.setdefault(METRICS_DIRECTORY, str(self._scratch / "metrics"))
+            Path(environment[METRICS_DIRECTORY]).mkdir(parents=True, exist_ok=True)
         for number in range(count):
             command = Command(
                 "api" if count == 1 else f"api-{number}",
@@ -147,7 +153,7 @@ class _Serve:
                 stop_timeout=self._config.api.shutdown_timeout + API_STOP_SECONDS,
                 ready=partial(self._answers, "/live"),
             )
-            yield self._child(command)
+            yield self._child(command, on_exit=partial(_forget_gauges, environment.get(METRICS_DIRECTORY)))
 
     def _worker(self) -> Child:
         """Celery: upkeep by beat, later the Batch API. What it does can wait, so its death stops nothing."""
@@ -209,6 +215,12 @@ def bury_engine(redis_url: str, pid: int, error: str) -> int:
             return 0
         bus.run(calls.release_slot(info.model, info.slot, info.incarnation))
         return bus.run(calls.bury(info.model, info.slot, info.incarnation, error))
+
+
+async def _forget_gauges(directory: str | None, ended: Exit) -> None:
+    """What an API server that died had in hand counts no more; what it had counted stays."""
+    if directory is not None:
+        mark_process_dead(ended.pid, directory)  # type: ignore[no-untyped-call]
 
 
 async def _reach_redis(url: str) -> None:

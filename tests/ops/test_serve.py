@@ -178,6 +178,36 @@ def test_a_killed_api_server_is_replaced_while_the_other_serves(null_model: tupl
         assert server.stop() == 0
 
 
+def test_any_of_several_api_servers_answers_for_all_metrics(null_model: tuple[str, ...], tmp_path: Path) -> None:
+    def scraped() -> set[tuple[float, float]]:
+        """(requests that succeeded, HTTP requests in hand), as told by 16 connections, which reach both servers."""
+        told = set()
+        for _ in range(16):
+            lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+            ended, in_hand = (
+                sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"headrace:{name}"))
+                for name in ("request_success_total", "api_requests_in_flight")
+            )
+            told.add((ended, in_hand))
+        return told
+
+    with serving(*null_model, "--api-server-count", "2", data_dir=tmp_path / "data", **SLOW_STEPS) as server:
+        for _ in range(6):
+            assert server.complete().status_code == 200
+        assert scraped() == {(6, 1)}  # the scrape itself is in hand
+        with open_stream(server) as stream:
+            following = events(stream)
+            next(following)
+            assert scraped() == {(6, 2)}
+            for each in server.children("api"):
+                each.kill()
+                server.wait_for("starting it again")
+            with pytest.raises(httpx.HTTPError):
+                list(following)
+        wait_for_health(server, 200)
+        assert scraped() == {(6, 1)}
+
+
 def test_a_stop_during_the_load_is_obeyed(null_model: tuple[str, ...], tmp_path: Path) -> None:
     slow = {"HEADRACE_NULL_RUNNER": "load_seconds=60"}
     with serving(*null_model, data_dir=tmp_path / "data", ready=False, **slow) as server:
