@@ -65,13 +65,15 @@ class Service:
             client = AsyncClient(self.bus, self.on_failure)
             try:
                 await client.start()
-                self._client = client
             except BusUnavailable as error:
                 logger.warning("Redis is away, trying again: %s", error)
                 await client.close()
+            else:
+                self._client = client
+                return
+            finally:  # whatever happened: what ends this task must not leave `start` waiting
                 first_try.set()
-                await asyncio.sleep(RETRY_SECONDS)
-        first_try.set()
+            await asyncio.sleep(RETRY_SECONDS)
 
     def _background_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and self.on_failure is not None:

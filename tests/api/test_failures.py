@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+import redis
 
 from tests.api.conftest import NULL_ENGINE
 from tests.api.live_server import LiveServer, sse_events
@@ -111,3 +114,14 @@ def test_one_request_that_fails_alone(smollm2_gguf: Path) -> None:
         assert [list(event) for event in events[:-1]] == [["error"]]
         assert events[-1] == "[DONE]"
         assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "seed": 14}).status_code == 200
+
+
+def test_an_api_server_that_redis_does_not_let_in_ends(redis_url: str) -> None:
+    """A user without the rights that it needs is nothing that waiting would mend."""
+    with redis.Redis.from_url(redis_url) as admin:
+        admin.execute_command("ACL", "SETUSER", "guest", "on", ">guest", "~*", "+ping", "+time", "+client")
+        url = redis_url.replace("redis://", "redis://guest:guest@")
+        command = [sys.executable, "-P", "-m", "ops.cli", "api", "--redis-url", url, "--port", "0"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        admin.execute_command("ACL", "DELUSER", "guest")
+    assert done.returncode not in (0, -9) and "permission" in done.stderr.lower()
