@@ -8,6 +8,8 @@ import torch
 
 from kernels.attention import paged_attention
 from kernels.kv_write import kv_write
+from kernels.rope import rope
+from kernels.rope_kv_write import rope_kv_write
 
 
 @dataclass
@@ -33,15 +35,21 @@ class PagedAttention:
 
     def __call__(
         self,
-        query: torch.Tensor,  # [num_tokens, num_heads, head_dim], turned
-        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], turned
-        value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        heads: torch.Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values
+        positions: torch.Tensor,  # [num_tokens] int64
+        cos_sin: torch.Tensor,  # [num_positions, head_dim], as kernels.rope has it
         cache: tuple[torch.Tensor, torch.Tensor],
         step: AttentionMetadata,
     ) -> torch.Tensor:
-        """Writes the new KV, attends; returns [num_tokens, num_heads * head_dim]."""
+        """Turns queries and keys in place, writes the new KV, attends; returns [num_tokens, num_heads * head_dim]."""
         key_cache, value_cache = cache
-        kv_write(key, value, key_cache, value_cache, step.slots)
+        query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        if heads.device.type == "cpu" and heads.dtype == torch.float32:
+            rope_kv_write(heads, self.num_kv_heads, positions, cos_sin, key_cache, value_cache, step.slots)
+        else:
+            rope(query, positions, cos_sin)
+            rope(key, positions, cos_sin)
+            kv_write(key.to(key_cache.dtype), value.to(value_cache.dtype), key_cache, value_cache, step.slots)
         out = paged_attention(
             query,
             key_cache,

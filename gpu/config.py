@@ -21,7 +21,14 @@ def option(default: Any, help: str, **more: Any) -> Any:
 class ModelConfig:
     model: str = option("", "a safetensors directory, a .gguf file, or `demo`", positional=True)
     dtype: str = option(
-        "auto", "float32 or bfloat16; auto: float32 on the CPU, bfloat16 on GPUs", choices=("auto", "float32", "bfloat16")
+        "auto",
+        "type of the weights; auto: float16 on the CPU, where sums and activations stay float32, bfloat16 on GPUs",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    quantization: str = option(
+        "none",
+        "int8 (CPU): weights and activations of matrix products in 8 bits, a scale a channel and a row",
+        choices=("none", "int8"),
     )
     device: str = option("auto", "cpu or cuda; auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
     max_model_len: int | None = option(
@@ -46,6 +53,11 @@ class CacheConfig:
         0.92, "share of the device's memory for weights and KV (CPU: of the memory available, KV at most 4 GiB)"
     )
     kv_cache_memory_bytes: int | None = option(None, "KV memory in bytes (suffixes K, M, G), instead of --gpu-memory-utilization")
+    kv_cache_dtype: str = option(
+        "auto",
+        "type of keys and values; auto: float16 where the CPU computes with float16 or int8 weights, else the activations' type",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of a size in bytes")
     enable_prefix_caching: bool = option(True, "answer shared prompt prefixes from KV computed before")
 

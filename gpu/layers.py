@@ -1,7 +1,7 @@
 """Layers that a rank holds a shard of: linear by columns and by rows, embedding and output head by vocabulary.
 
 A column-parallel layer's outputs, a row-parallel layer's inputs are this rank's part; the latter's outputs are summed over ranks,
-as in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053).
+as in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053). A column-parallel layer is a `gpu.linear.Linear` as it is.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu.distributed import TensorParallelGroup
+from gpu.linear import Linear
 from kernels.rms_norm import add_rms_norm, rms_norm
 
 
@@ -26,51 +27,44 @@ class RMSNorm:
         return add_rms_norm(x, residual, self.weight, self.epsilon)
 
 
-class ColumnParallelLinear:
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight = weight  # [out_features of this rank, in_features]
-        self.bias = bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
 class RowParallelLinear:
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, group: TensorParallelGroup) -> None:
-        self.weight = weight  # [out_features, in_features of this rank]
-        self.bias = bias if group.rank == 0 else None  # added once
+    """`linear` holds this rank's columns of the weight, [out_features, in_features of this rank]; its bias on rank 0 alone."""
+
+    def __init__(self, linear: Linear, group: TensorParallelGroup) -> None:
+        self.linear = linear
         self.group = group
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.group.all_reduce(F.linear(x, self.weight, self.bias))
+        return self.group.all_reduce(self.linear(x))
 
 
 class VocabParallelEmbedding:
     """weight: [shard_width, hidden], the rows of this rank's part of the vocabulary, padded with zeros to equal width."""
 
-    def __init__(self, weight: torch.Tensor, vocab_size: int, group: TensorParallelGroup) -> None:
+    def __init__(self, weight: torch.Tensor, vocab_size: int, activations: torch.dtype, group: TensorParallelGroup) -> None:
         self.weight = weight
+        self.activations = activations
         self.group = group
         self.first = group.shard(vocab_size).start
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids [num_tokens] int64; returns [num_tokens, hidden], memory of its own."""
+        """token_ids [num_tokens] int64; returns [num_tokens, hidden] in the activations' type, memory of its own."""
         if self.group.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return F.embedding(token_ids, self.weight).to(self.activations)
         local = token_ids - self.first
         mine = (local >= 0) & (local < self.weight.shape[0])
-        embedded = F.embedding(local.clamp(0, self.weight.shape[0] - 1), self.weight)
+        embedded = F.embedding(local.clamp(0, self.weight.shape[0] - 1), self.weight).to(self.activations)
         return self.group.all_reduce(embedded.masked_fill_(~mine.unsqueeze(1), 0.0))
 
 
 class VocabParallelHead:
-    """The output projection; weight as `VocabParallelEmbedding`'s, which may be the same tensor."""
+    """The output projection; `linear` has this rank's rows, as `VocabParallelEmbedding` has them."""
 
-    def __init__(self, weight: torch.Tensor, vocab_size: int, group: TensorParallelGroup) -> None:
-        self.weight = weight
+    def __init__(self, linear: Linear, vocab_size: int, group: TensorParallelGroup) -> None:
+        self.linear = linear
         self.vocab_size = vocab_size
         self.group = group
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden]; returns [rows, vocab_size] float32, the same bits on every rank."""
-        return self.group.all_gather(F.linear(hidden, self.weight))[:, : self.vocab_size].float().contiguous()
+        return self.group.all_gather(self.linear(hidden))[:, : self.vocab_size].float().contiguous()

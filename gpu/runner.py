@@ -13,6 +13,7 @@ from gpu.batch import OVERRUN, Batch, Step
 from gpu.config import Capacity, WorkerConfig
 from gpu.distributed import TensorParallelGroup
 from gpu.kv_cache import KVCache
+from gpu.linear import DTYPES, Numerics
 from gpu.models import load_model
 from gpu.plan import Int32Array, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
 from gpu.profile import Profiler
@@ -24,7 +25,6 @@ from kernels import cpu_threads
 # not take over each other's requests.
 NUMERICS_VERSION = 1
 PROMPT_LOGPROB_ROWS = 64  # positions whose logits stand in memory at once: 12 MB at a vocabulary of 49152
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ModelRunner:
@@ -35,15 +35,15 @@ class ModelRunner:
         self.checkpoint = checkpoint
         self.device = device
         self.group = group
-        name = config.model.dtype
-        self.dtype = DTYPES[("float32" if device.type == "cpu" else "bfloat16") if name == "auto" else name]
+        self.numerics = Numerics.choose(config.model.dtype, config.model.quantization, device)
+        self.kv_dtype = _kv_dtype(config.cache.kv_cache_dtype, self.numerics)
         self.sampler = Sampler(config.model.logprobs_mode)
 
     def load(self, progress: Callable[[float], None]) -> None:
         num_threads = num_compute_threads(self.config)
         torch.set_num_threads(num_threads)
         cpu_threads.set_num_threads(num_threads)
-        self.model = load_model(self.checkpoint, self.dtype, self.device, self.group, progress)
+        self.model = load_model(self.checkpoint, self.numerics, self.device, self.group, progress)
         self.fingerprint = self._fingerprint()
         self.checkpoint.close()
 
@@ -59,11 +59,11 @@ class ModelRunner:
             max_model_len=model_config.max_position_embeddings,
             vocab_size=model_config.vocab_size,
             eos_token_ids=list(model_config.eos_token_ids),
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=str(self.numerics),
             device=self.device.type,
             weight_bytes=self.model.weight_bytes,
             block_bytes=KVCache.block_bytes(
-                model_config.num_layers, cache.block_size, self.model.num_kv_heads, model_config.head_dim, self.dtype
+                model_config.num_layers, cache.block_size, self.model.num_kv_heads, model_config.head_dim, self.kv_dtype
             ),
             available_kv_bytes=available,
             fingerprint=self.fingerprint,
@@ -138,7 +138,7 @@ class ModelRunner:
             self.config.cache.block_size,
             self.model.num_kv_heads,
             config.head_dim,
-            self.dtype,
+            self.kv_dtype,
             self.device,
         )
 
@@ -148,7 +148,7 @@ class ModelRunner:
         )
 
     def _fingerprint(self) -> str:
-        numerics = f"{self.checkpoint.content_hash()} {self.dtype} {self.device.type} {NUMERICS_VERSION}"
+        numerics = f"{self.checkpoint.content_hash()} {self.numerics} {self.kv_dtype} {self.device.type} {NUMERICS_VERSION}"
         return hashlib.sha256(numerics.encode()).hexdigest()[:32]
 
 
@@ -160,6 +160,12 @@ def _make_output(
 ) -> ModelRunnerOutput:
     none = np.zeros(0, np.int32)
     return ModelRunnerOutput(step, none, none, [], prompt_logprobs or [], failed_rows or {}, seconds)
+
+
+def _kv_dtype(name: str, numerics: Numerics) -> torch.dtype:
+    if name != "auto":
+        return DTYPES[name]
+    return torch.float16 if numerics.packed else numerics.activations
 
 
 def num_compute_threads(config: WorkerConfig) -> int:

@@ -9,13 +9,14 @@ if TYPE_CHECKING:
     import torch
 
     from gpu.distributed import TensorParallelGroup
+    from gpu.linear import Numerics
     from gpu.models.decoder import CausalLM
     from gpu.weights import Checkpoint
 
 
 def load_model(
     checkpoint: Checkpoint,
-    dtype: torch.dtype,
+    numerics: Numerics,
     device: torch.device,
     group: TensorParallelGroup,
     progress: Callable[[float], None] = lambda fraction: None,
@@ -24,4 +25,4 @@ def load_model(
     from gpu.models.decoder import CausalLM  # here: gpu.models.config, beside it, is imported where torch is not
     from gpu.models.shards import ShardReader
 
-    return CausalLM(ShardReader(checkpoint, dtype, device, group, progress))
+    return CausalLM(ShardReader(checkpoint, numerics, device, group, progress))

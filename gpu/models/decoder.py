@@ -10,10 +10,9 @@ import torch
 from gpu.attention import AttentionMetadata, PagedAttention
 from gpu.errors import CheckpointError
 from gpu.kv_cache import KVCache
-from gpu.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
+from gpu.layers import RMSNorm
 from gpu.models.rotary import RotaryEmbedding
 from gpu.models.shards import ShardReader
-from kernels.rope import rope
 from kernels.silu_mul import silu_mul
 
 
@@ -29,12 +28,11 @@ class CausalLM:
         self.rotary = RotaryEmbedding(
             config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings, reader.device
         )
-        embedding = reader.vocabulary("model.embed_tokens.weight")
-        self.embedding = VocabParallelEmbedding(embedding, config.vocab_size, group)
+        self.embedding, self.head = reader.embedding_and_head(
+            "model.embed_tokens.weight", None if config.tie_word_embeddings else "lm_head.weight"
+        )
         self.layers = [DecoderLayer(reader, index) for index in range(config.num_layers)]
-        self.norm = RMSNorm(reader.whole("model.norm.weight"), config.rms_norm_eps)
-        head = embedding if config.tie_word_embeddings else reader.vocabulary("lm_head.weight")
-        self.head = VocabParallelHead(head, config.vocab_size, group)
+        self.norm = RMSNorm(reader.vector("model.norm.weight"), config.rms_norm_eps)
         self.weight_bytes = reader.num_bytes
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, kv: KVCache, step: AttentionMetadata) -> torch.Tensor:
@@ -55,9 +53,9 @@ class DecoderLayer:
     def __init__(self, reader: ShardReader, index: int) -> None:
         prefix = f"model.layers.{index}."
         epsilon = reader.config.rms_norm_eps
-        self.input_norm = RMSNorm(reader.whole(prefix + "input_layernorm.weight"), epsilon)
+        self.input_norm = RMSNorm(reader.vector(prefix + "input_layernorm.weight"), epsilon)
         self.attention = SelfAttention(reader, prefix + "self_attn.")
-        self.post_attention_norm = RMSNorm(reader.whole(prefix + "post_attention_layernorm.weight"), epsilon)
+        self.post_attention_norm = RMSNorm(reader.vector(prefix + "post_attention_layernorm.weight"), epsilon)
         self.mlp = MLP(reader, prefix + "mlp.")
 
     def __call__(
@@ -79,16 +77,12 @@ class SelfAttention:
         config, size = reader.config, reader.group.size
         self.head_dim = config.head_dim
         self.num_heads, self.num_kv_heads = config.num_heads // size, config.num_kv_heads // size
-        names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
-        bias = reader.rows(*(f"{name}.bias" for name in names)) if reader.has(names[0] + ".bias") else None
-        self.qkv = ColumnParallelLinear(reader.rows(*(f"{name}.weight" for name in names)), bias)
-        output = prefix + "o_proj"
-        output_bias = reader.whole(output + ".bias") if reader.has(output + ".bias") else None
-        self.output = RowParallelLinear(reader.columns(output + ".weight"), output_bias, reader.group)
+        self.qkv = reader.column_parallel(prefix + "q_proj", prefix + "k_proj", prefix + "v_proj")
+        self.output = reader.row_parallel(prefix + "o_proj")
         self.query_norm = self.key_norm = None
         if config.qk_norm:
-            self.query_norm = RMSNorm(reader.whole(prefix + "q_norm.weight"), config.rms_norm_eps)
-            self.key_norm = RMSNorm(reader.whole(prefix + "k_norm.weight"), config.rms_norm_eps)
+            self.query_norm = RMSNorm(reader.vector(prefix + "q_norm.weight"), config.rms_norm_eps)
+            self.key_norm = RMSNorm(reader.vector(prefix + "k_norm.weight"), config.rms_norm_eps)
         self.attend = PagedAttention(self.num_heads, self.num_kv_heads, self.head_dim, config.sliding_window or 0)
 
     def __call__(
@@ -100,18 +94,17 @@ class SelfAttention:
         step: AttentionMetadata,
     ) -> torch.Tensor:
         heads = self.qkv(hidden).view(hidden.shape[0], -1, self.head_dim)
-        query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        rope(query, positions, cos_sin)
-        rope(key, positions, cos_sin)
-        return self.output(self.attend(query, key, value, cache, step))
+            query, key, _ = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+            query.copy_(self.query_norm(query))
+            key.copy_(self.key_norm(key))
+        return self.output(self.attend(heads, positions, cos_sin, cache, step))
 
 
 class MLP:
     def __init__(self, reader: ShardReader, prefix: str) -> None:
-        self.gate_up = ColumnParallelLinear(reader.rows(prefix + "gate_proj.weight", prefix + "up_proj.weight"))
-        self.down = RowParallelLinear(reader.columns(prefix + "down_proj.weight"), None, reader.group)
+        self.gate_up = reader.column_parallel(prefix + "gate_proj", prefix + "up_proj")
+        self.down = reader.row_parallel(prefix + "down_proj")
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down(silu_mul(self.gate_up(hidden)))

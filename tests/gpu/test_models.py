@@ -8,6 +8,7 @@ from gpu.attention import AttentionMetadata
 from gpu.distributed import TensorParallelGroup
 from gpu.errors import CheckpointError
 from gpu.kv_cache import KVCache
+from gpu.linear import Numerics
 from gpu.models import load_model
 from gpu.models.rotary import RotaryEmbedding
 from gpu.weights import open_checkpoint
@@ -15,6 +16,7 @@ from tests.gpu.tiny_models import VARIANTS, save_model
 
 BLOCK = 16
 CPU = torch.device("cpu")
+FLOAT32 = Numerics(torch.float32, torch.float32)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -22,7 +24,7 @@ def pair(request, tmp_path_factory):
     """(transformers' model, ours) of the same weights."""
     folder = tmp_path_factory.mktemp(request.param)
     theirs = save_model(request.param, folder)
-    ours = load_model(open_checkpoint(str(folder)), torch.float32, CPU, TensorParallelGroup())
+    ours = load_model(open_checkpoint(str(folder)), FLOAT32, CPU, TensorParallelGroup())
     ours.rotary.ensure(512)
     return theirs, ours
 
@@ -84,7 +86,7 @@ def test_chunks_and_decodes_mixed(pair):
 
 def test_bfloat16_stays_near_float32(tmp_path):
     theirs = save_model("llama", tmp_path)
-    ours = load_model(open_checkpoint(str(tmp_path)), torch.bfloat16, CPU, TensorParallelGroup())
+    ours = load_model(open_checkpoint(str(tmp_path)), Numerics(torch.bfloat16, torch.bfloat16), CPU, TensorParallelGroup())
     ours.rotary.ensure(512)
     tokens = random_tokens(50, 3)
     logits = compute(ours, make_kv(ours, dtype=torch.bfloat16), [[1, 2, 3, 4]], [(0, 0, tokens)])
@@ -100,7 +102,7 @@ def test_bfloat16_stays_near_float32(tmp_path):
 def test_progress_and_bytes(tmp_path):
     theirs = save_model("qwen3", tmp_path)
     heard = []
-    model = load_model(open_checkpoint(str(tmp_path)), torch.float32, CPU, TensorParallelGroup(), heard.append)
+    model = load_model(open_checkpoint(str(tmp_path)), FLOAT32, CPU, TensorParallelGroup(), heard.append)
     assert heard == sorted(heard) and heard[-1] == 1.0 and len(heard) > 20
     assert model.weight_bytes == sum(parameter.nbytes for parameter in theirs.parameters())
 
@@ -108,7 +110,7 @@ def test_progress_and_bytes(tmp_path):
 def test_tensor_parallel_size_must_divide_the_kv_heads(tmp_path):
     save_model("llama", tmp_path)
     with pytest.raises(CheckpointError, match="size 3 does not divide the model's 2 key-value heads"):
-        load_model(open_checkpoint(str(tmp_path)), torch.float32, CPU, TensorParallelGroup(0, 3))
+        load_model(open_checkpoint(str(tmp_path)), FLOAT32, CPU, TensorParallelGroup(0, 3))
 
 
 def test_unknown_rope_is_refused():

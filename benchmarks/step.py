@@ -1,0 +1,245 @@
+"""Seconds of a model's steps, by numeric class, beside the bound counted from its products and bytes; and what headrace adds.
+
+    python -m benchmarks.step MODEL                     # decodes at 200 tokens of context, a prompt of 128
+    python -m benchmarks.step MODEL --threads 1 2
+    python -m benchmarks.step null                      # no model: schedule, execute, update, encode at 256 and 1024 running
+
+Classes and thread counts take turns, step by step, so that a busy machine is busy for all; medians. The bound is the slower of the
+products at the class's rate and the weights' bytes at the memory's, both measured in this process just before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from gpu.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
+from gpu.distributed import TensorParallelGroup
+from gpu.linear import make_linear
+from gpu.plan import NewRequest, SamplingParams, SchedulerOutput, encode
+from gpu.runner import ModelRunner
+from gpu.weights import open_checkpoint
+
+NONE = np.zeros(0, np.int32)
+BLOCK_SIZE = 16
+CONTEXT = 200
+PROMPT = 128
+MAX_LEN = 512
+CLASSES = ("float32", "float16", "int8", "bfloat16")
+
+
+class Model:
+    """A runner of one class and thread count, driven by plans of pure decodes and of single prompts."""
+
+    def __init__(self, path: str, name: str, threads: int, most_rows: int) -> None:
+        self.name, self.threads = name, threads
+        quantized = name == "int8"
+        self.config = WorkerConfig(
+            model=ModelConfig(
+                model=path, dtype="auto" if quantized else name, quantization="int8" if quantized else "none", device="cpu"
+            ),
+            cache=CacheConfig(block_size=BLOCK_SIZE),
+            parallel=ParallelConfig(num_threads=threads, distributed_executor_backend="uni"),
+            max_num_seqs=most_rows + 1,
+        )
+        self.runner = ModelRunner(self.config, open_checkpoint(path), torch.device("cpu"), TensorParallelGroup())
+        self.runner.load(lambda fraction: None)
+        blocks = -(-MAX_LEN // BLOCK_SIZE)
+        self.runner.allocate_kv(1 + blocks * (most_rows + 1), MAX_LEN)
+        self.blocks = 1 + np.arange(blocks * (most_rows + 1), dtype=np.int32).reshape(-1, blocks)
+        self.step = 0
+        self.generator = np.random.default_rng(0)
+
+    def execute(self, freed: list[int], new: list[NewRequest], rows: np.ndarray, counts: np.ndarray) -> float:
+        plan = SchedulerOutput(self.step, freed, new, NONE, NONE, rows, counts, int(counts.sum()))
+        self.step += 1
+        started = time.perf_counter()
+        self.runner.execute(plan)
+        return time.perf_counter() - started
+
+    def new(self, row: int, length: int, computed: int = 0) -> NewRequest:
+        tokens = self.generator.integers(100, 10_000, length).astype(np.int32)
+        return NewRequest(row, tokens, length, computed, self.blocks[row], SamplingParams(temperature=0.0), row)
+
+    def start_decodes(self, num_rows: int) -> None:
+        """Rows with CONTEXT tokens, whose KV is taken as it lies in memory: its values do not change what a step costs."""
+        for layer in self.runner.kv.layers:
+            for cache in layer:
+                cache.fill_(0.5)
+        new = [self.new(row, CONTEXT, CONTEXT - 1) for row in range(num_rows)]
+        self.execute([], new, np.arange(num_rows, dtype=np.int32), np.ones(num_rows, np.int32))
+
+    def decode(self, num_rows: int) -> float:
+        return self.execute([], [], np.arange(num_rows, dtype=np.int32), np.ones(num_rows, np.int32))
+
+    def stop_decodes(self, num_rows: int) -> None:
+        self.execute(list(range(num_rows)), [], NONE, NONE)
+
+    def prefill(self) -> float:
+        row = self.config.max_num_seqs - 1
+        seconds = self.execute([], [self.new(row, PROMPT)], np.array([row], np.int32), np.array([PROMPT], np.int32))
+        self.execute([row], [], NONE, NONE)
+        return seconds
+
+
+@dataclass
+class Work:
+    """What a step must do at least."""
+
+    flops: float
+    weight_bytes: float
+
+    def bound(self, flops_a_second: float, bytes_a_second: float) -> float:
+        return max(self.flops / flops_a_second, self.weight_bytes / bytes_a_second)
+
+
+def count_work(model: Model, num_tokens: int, num_sampled: int) -> Work:
+    """Products of weights and of attention; every weight read once."""
+    config = model.runner.model.config
+    shapes = config.tensor_shapes()
+    head = config.vocab_size * config.hidden_size
+    matrices = sum(rows * columns for name, (rows, *rest) in shapes.items() if rest and "embed" not in name for columns in rest)
+    layers = matrices - (0 if config.tie_word_embeddings else head)
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * (CONTEXT if num_tokens == num_sampled else PROMPT / 2)
+    flops = num_tokens * (2 * layers + attention) + num_sampled * 2 * head
+    width = {"float32": 4, "int8": 1}.get(model.name, 2)
+    return Work(flops, (layers + head) * width)
+
+
+def measure_rate(model: Model, num_rows: int) -> float:
+    """FLOP a second of the class's product at this many rows, one thread, weights in the cache."""
+    numerics = model.runner.numerics
+    linear = make_linear(torch.randn(1536, 576).to(numerics.weights), None, numerics)
+    x = torch.randn(num_rows, 576).to(numerics.activations)
+    seconds = best_of(lambda: linear(x), 30)
+    return 2 * num_rows * 1536 * 576 / seconds
+
+
+def measure_bandwidth() -> float:
+    """Bytes a second that one thread reads."""
+    memory = torch.ones(64 << 20)
+    return memory.nbytes / best_of(memory.sum, 5)
+
+
+def best_of(work: Callable[[], object], count: int) -> float:
+    seconds = []
+    for _ in range(count):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def measure_model(path: str, classes: list[str], threads: list[int], rows: list[int], num_steps: int) -> Table:
+    models = [Model(path, name, count, max(rows)) for name in classes for count in threads]
+    torch.set_num_threads(1)
+    bandwidth = measure_bandwidth()
+    table = Table(
+        "step", "class", "threads", "ms", "best ms", "GFLOP/s", "bound ms", "of the bound",
+        title=f"medians of {num_steps}; one thread reads {bandwidth / 1e9:.1f} GB/s",
+    )  # fmt: skip
+    for num_rows in [*rows, 0]:
+        for model in models:
+            if num_rows:
+                model.start_decodes(num_rows)
+                model.decode(num_rows)
+            else:
+                model.prefill()
+        taken: dict[int, list[float]] = {id(model): [] for model in models}
+        for _ in range(num_steps):
+            for model in models:
+                taken[id(model)].append(model.decode(num_rows) if num_rows else model.prefill())
+        for model in models:
+            if num_rows:
+                model.stop_decodes(num_rows)
+            work = count_work(model, num_rows or PROMPT, num_rows or 1)
+            rate = measure_rate(model, num_rows or PROMPT) * model.threads
+            bound = work.bound(rate, bandwidth)
+            median, best = statistics.median(taken[id(model)]), min(taken[id(model)])
+            table.add_row(
+                f"decode {num_rows}" if num_rows else f"prompt {PROMPT}", model.name, str(model.threads),
+                f"{median * 1e3:.1f}", f"{best * 1e3:.1f}", f"{work.flops / median / 1e9:.0f}", f"{bound * 1e3:.1f}",
+                f"{bound / median:.0%}",
+            )  # fmt: skip
+    return table
+
+
+def measure_overhead(sizes: list[int], num_steps: int) -> Table:
+    """The parts of an engine's step around the model: median milliseconds of CPU time."""
+    from engine.config import SchedulerConfig
+    from engine.request import Request
+    from engine.scheduler import Scheduler
+    from gpu.executor import Executor
+    from gpu.plan import decode_output, decode_plan
+
+    table = Table(
+        "running", "schedule", "execute", "update", "encode plan", "decode plan", "output", "sum", title="ms a step, no model"
+    )
+    for size in sizes:
+        scheduler = Scheduler(
+            SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=size), block_size=16, num_blocks=40_000, max_model_len=2048
+        )
+        executor = Executor.make(
+            WorkerConfig(
+                ModelConfig(load_format="null"),
+                parallel=ParallelConfig(distributed_executor_backend="uni"),
+                max_num_seqs=size,
+                max_num_batched_tokens=8192,
+            )
+        )
+        executor.start()
+        executor.allocate_kv(40_000, 2048)
+        for index in range(size):
+            prompt = np.full(100, index + 3, dtype=np.int32)
+            scheduler.add_request(Request(str(index), prompt, SamplingParams(max_tokens=1500, ignore_eos=True)))
+        columns: list[list[float]] = []
+        while len(columns) < num_steps:
+            times = [time.thread_time()]
+            plan = scheduler.schedule(0.0)
+            times.append(time.thread_time())
+            executor.submit(plan)
+            output = executor.collect()
+            times.append(time.thread_time())
+            scheduler.update_from_output(plan, output, 0.0)
+            times.append(time.thread_time())
+            payload = encode(plan)
+            times.append(time.thread_time())
+            decode_plan(payload)
+            times.append(time.thread_time())
+            decode_output(encode(output))
+            times.append(time.thread_time())
+            if len(output.rows) == size == plan.total_num_scheduled_tokens:
+                columns.append(np.diff(times).tolist())
+        executor.shutdown()
+        medians = np.median(np.array(columns), axis=0) * 1e3
+        table.add_row(str(size), *(f"{value:.3f}" for value in medians), f"{medians.sum():.3f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="a .gguf file or a safetensors directory; null: what is around the model")
+    parser.add_argument("--classes", nargs="+", choices=CLASSES, default=["float32", "float16", "int8"])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--steps", type=int, default=15)
+    options = parser.parse_args()
+    if options.model == "null":
+        table = measure_overhead([256, 1024], options.steps * 10)
+    else:
+        table = measure_model(options.model, options.classes, options.threads, options.rows, options.steps)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
