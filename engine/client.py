@@ -141,18 +141,35 @@ class AsyncClient:
         try:
             command = Abort(request_id, reply_to=self.incarnation, token=token)
             outcome = await self._bus.run(calls.finish(model, request_id, command))
-            num_tokens = 0
             if outcome.state == "running":
-                try:
-                    num_tokens = (await asyncio.wait_for(reply, timeout)).num_tokens
-                except TimeoutError:
-                    return AbortResult(True, "unconfirmed", 0, await self.record(model, request_id))
+                record = await self._ended_record(model, request_id, reply, timeout)
+            else:
+                record = await self.record(model, request_id)
         finally:
             self._replies.pop(token, None)
         if outcome.state == "unknown":
             return AbortResult(False, "unknown", 0)
-        record = await self.record(model, request_id)
-        return AbortResult(True, "ended", record.output_tokens if record else num_tokens, record)
+        if record is not None and record.state != "ended":
+            return AbortResult(True, "unconfirmed", 0, record)
+        return AbortResult(True, "ended", record.output_tokens if record else 0, record)
+
+    async def _ended_record(
+        self, model: str, request_id: str, reply: asyncio.Future[ControlReply], timeout: float
+    ) -> RecordView | None:
+        """The record once the request has ended, or as it is after `timeout` seconds. None: it is gone.
+
+        The engine's reply says when to look. It may not come: then the engine died, and others end its requests.
+        """
+        deadline = self._clock() + timeout
+        while True:
+            pause = min(HOUSEKEEPING_SECONDS, deadline - self._clock())
+            if reply.done():  # and the request goes on: the abort was read before it, and wins when it comes
+                await asyncio.sleep(pause)
+            else:
+                await asyncio.wait({reply}, timeout=pause)
+            record = await self.record(model, request_id)
+            if record is None or record.state == "ended" or self._clock() >= deadline:
+                return record
 
     async def utility(self, engine: EngineInfo, name: str, *arguments: Any, timeout: float = 60.0) -> ControlReply:
         """Run a named call in one engine and wait for its answer. Raises TimeoutError, BusUnavailable."""

@@ -363,6 +363,37 @@ async def test_a_hung_engine_is_fenced_and_its_requests_end(engine: RunningEngin
     assert record is not None and (record.state, record.reason) == ("ended", "error")
 
 
+async def test_an_abort_is_told_of_the_end_that_a_dead_engine_could_not_confirm(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
+    engine = start_engine()
+    monkeypatch.setattr(engine.loop, "_obey", lambda command, report: None)
+    (stream,) = await add(client, make_request(client, max_tokens=450))
+    await anext(stream)
+    aborting = asyncio.create_task(client.abort(MODEL, stream.request_id, timeout=60))
+    engine.bus.run(calls.release_slot(MODEL, engine.info.slot, engine.info.incarnation))
+    async with asyncio.timeout(10):
+        result = await aborting
+    assert (result.found, result.state) == (True, "ended")
+    assert result.record is not None and result.record.reason == "error"
+    engine.join()
+
+
+async def test_an_abort_that_nobody_confirms_says_so(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
+    engine = start_engine()
+    with monkeypatch.context() as deaf:
+        deaf.setattr(engine.loop, "_obey", lambda command, report: None)
+        (stream,) = await add(client, make_request(client, max_tokens=450))
+        await anext(stream)
+        assert (await client.abort(MODEL, stream.request_id, timeout=0.2)).state == "unconfirmed"
+    assert (await client.abort(MODEL, stream.request_id)).state == "ended"
+    await settled(engine)
+
+
 async def test_shutdown_ends_what_runs(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
     engine = start_engine()
     (stream,) = await add(client, make_request(client, max_tokens=450))
