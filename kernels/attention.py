@@ -1,5 +1,5 @@
 """Attention of new tokens over the paged KV cache: prefill chunks and decodes in one batch, grouped-query heads, causal, optional
-sliding window.
+sliding window and soft cap.
 
 Online softmax over blocks in ascending order (Milakov and Gimelshein 2018, arXiv 1805.02867; tiled as in FlashAttention-2, arXiv
 2307.08691). A token's result depends on its own query and its own KV alone, in a fixed order of summation: the same bits in every
@@ -12,12 +12,13 @@ import numba
 import numpy as np
 import torch
 
-from kernels import reference
+from kernels import device
 from kernels.cpu_math import exp_float32, widen
 from kernels.cpu_threads import for_ranges
 
 TILE_FLOATS = 4096  # accumulators of a tile, 16 KiB: with a key and a value block of 4 KiB each they stay in a 32 KiB L1 cache
 _MINUS_INFINITY = np.float32(-np.inf)
+_ONE, _TWO = np.float32(1.0), np.float32(2.0)
 
 
 def paged_attention(
@@ -30,6 +31,7 @@ def paged_attention(
     context_lens: torch.Tensor,
     scale: float,
     window: int,
+    soft_cap: float = 0.0,
 ) -> torch.Tensor:
     """Attends `query`; the KV of its tokens stands in the cache already. Returns [num_tokens, num_heads, head_dim], query's dtype.
 
@@ -42,10 +44,11 @@ def paged_attention(
     context_lens [num_requests] int32, tokens in the cache, the query's included: token j of a request with q query tokens has the
                  position context_len - q + j and sees positions up to its own
     window       a token sees itself and the window - 1 before it; 0: all
+    soft_cap     scores become soft_cap * tanh(score / soft_cap) before the softmax (Gemma 2, arXiv 2408.00118); 0: as they are
     """
-    if query.device.type != "cpu":
-        return reference.paged_attention(
-            query, key_cache, value_cache, block_tables, rows, query_start, context_lens, scale, window
+    if device.on_accelerator(query):
+        return device.accelerated("attention", "paged_attention")(
+            query, key_cache, value_cache, block_tables, rows, query_start, context_lens, scale, window, soft_cap
         )
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[1]
@@ -63,7 +66,8 @@ def paged_attention(
         make_tiles(query_start.numpy(), tile_tokens),
     )
     num_items = len(arrays[-1]) * num_kv_heads
-    for_ranges(lambda begin, end: _attend(*arrays, tile_tokens, np.float32(scale), window, begin, end), num_items)
+    scales = (np.float32(scale), np.float32(soft_cap))
+    for_ranges(lambda begin, end: _attend(*arrays, tile_tokens, *scales, window, begin, end), num_items)
     return out.to(query.dtype)
 
 
@@ -92,8 +96,9 @@ def make_tiles(query_start, tile_tokens):
 
 @numba.njit(cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
 def _attend(
-    out, query, key_cache, value_cache, block_tables, rows, query_start, context_lens, tiles, tile_tokens, scale, window, begin, end
-):
+    out, query, key_cache, value_cache, block_tables, rows, query_start, context_lens, tiles, tile_tokens, scale, soft_cap, window,
+    begin, end,
+):  # fmt: skip
     """Work items begin..end-1; item = tile * num_kv_heads + kv head."""
     num_heads, head_dim = query.shape[1], query.shape[2]
     num_kv_heads, block_size = key_cache.shape[1], key_cache.shape[3]
@@ -103,6 +108,7 @@ def _attend(
     highest = np.empty(tile_tokens * group, np.float32)
     total = np.empty(tile_tokens * group, np.float32)  # sum of exp(score - highest)
     scores = np.empty(block_size, np.float32)
+    twice_cap = _TWO * soft_cap
     for item in range(begin, end):
         request, first = tiles[item // num_kv_heads]
         kv_head = item % num_kv_heads
@@ -127,6 +133,9 @@ def _attend(
                 if low >= high:
                     continue
                 _dot_block(scores, queries[row], keys)
+                if soft_cap > 0.0:
+                    for t in range(block_size):
+                        scores[t] = soft_cap - twice_cap / (exp_float32(scores[t] * (_TWO / soft_cap)) + _ONE)  # soft_cap * tanh
                 highest_now = highest[row]
                 for t in range(low, high):
                     highest_now = max(highest_now, scores[t])

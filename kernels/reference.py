@@ -16,12 +16,14 @@ def paged_attention(
     context_lens: torch.Tensor,
     scale: float,
     window: int,
+    soft_cap: float = 0.0,
 ) -> torch.Tensor:
     """As `attention.paged_attention`; gathers one request's KV after the other."""
     out = torch.empty_like(query)
     starts, lengths = query_start.tolist(), context_lens.tolist()
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = key_cache.shape[1], key_cache.shape[3]
+    group = num_heads // num_kv_heads
     for i, row in enumerate(rows.tolist()):
         begin, end, length = starts[i], starts[i + 1], lengths[i]
         blocks = block_tables[row, : -(-length // block_size)].long()
@@ -32,14 +34,11 @@ def paged_attention(
         seen = key_positions <= positions
         if window > 0:
             seen &= key_positions > positions - window
-        attended = F.scaled_dot_product_attention(
-            query[begin:end].transpose(0, 1).unsqueeze(0),
-            keys.repeat_interleave(num_heads // num_kv_heads, 0).unsqueeze(0),
-            values.repeat_interleave(num_heads // num_kv_heads, 0).unsqueeze(0),
-            attn_mask=seen,
-            scale=scale,
-        )
-        out[begin:end] = attended[0].transpose(0, 1)
+        scores = torch.einsum("qhd,hkd->hqk", query[begin:end].float(), keys.repeat_interleave(group, 0).float()) * scale
+        if soft_cap > 0.0:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+        out[begin:end] = torch.einsum("hqk,hkd->qhd", weights, values.repeat_interleave(group, 0).float())
     return out
 
 

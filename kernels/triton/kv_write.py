@@ -12,7 +12,7 @@ from kernels.triton.variant import Variant
 def kv_write(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """As `kernels.kv_write.kv_write`; any strides of the caches."""
+    """As `kernels.kv_write.kv_write`; any strides, and what the caches hold may be narrower than what comes."""
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return
@@ -75,10 +75,10 @@ def _kv_write_kernel(
     inside = element < num_elements
     new_key = tl.load(key + token * key_token + head * key_head + dim * key_dim, mask=inside)
     key_place = block * key_cache_block + head * key_cache_head + dim * key_cache_dim + offset * key_cache_offset
-    tl.store(key_cache + key_place, new_key, mask=inside)
+    tl.store(key_cache + key_place, new_key.to(key_cache.dtype.element_ty), mask=inside)
     new_value = tl.load(value + token * value_token + head * value_head + dim * value_dim, mask=inside)
     value_place = block * value_cache_block + head * value_cache_head + offset * value_cache_offset + dim * value_cache_dim
-    tl.store(value_cache + value_place, new_value, mask=inside)
+    tl.store(value_cache + value_place, new_value.to(value_cache.dtype.element_ty), mask=inside)
 
 
 def _example(head_dim: int) -> None:

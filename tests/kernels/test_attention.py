@@ -31,7 +31,7 @@ def make_case(contexts, query_lens, num_heads, num_kv_heads, head_dim, dtype=tor
     return query, key_cache, value_cache, tables, rows, starts, torch.tensor(contexts, dtype=torch.int32)
 
 
-def dense_attention(query, key_cache, value_cache, tables, rows, starts, contexts, scale, window):
+def dense_attention(query, key_cache, value_cache, tables, rows, starts, contexts, scale, window, soft_cap=0.0):
     """Token by token in float64, from the definition."""
     out = torch.empty(query.shape, dtype=torch.float64)
     group = query.shape[1] // key_cache.shape[1]
@@ -44,8 +44,10 @@ def dense_attention(query, key_cache, value_cache, tables, rows, starts, context
             for head in range(query.shape[1]):
                 keys = torch.stack([key_cache[b, head // group, :, o] for b, o in seen]).double()
                 values = torch.stack([value_cache[b, head // group, o] for b, o in seen]).double()
-                weights = (keys @ query[token, head].double() * scale).softmax(0)
-                out[token, head] = weights @ values
+                scores = keys @ query[token, head].double() * scale
+                if soft_cap:
+                    scores = soft_cap * (scores / soft_cap).tanh()
+                out[token, head] = scores.softmax(0) @ values
     return out
 
 
@@ -61,6 +63,14 @@ def test_mixed_batch_against_the_definition(heads, kv_heads, head_dim, window):
         ]
         out = function(*case_without_nan, head_dim**-0.5, window)
         torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_soft_cap():
+    case = [torch.nan_to_num(x) if x.is_floating_point() else x for x in make_case([17, 40], [1, 20], 4, 2, 16)]
+    expected = dense_attention(*case, 1.0, 0, 2.0)
+    assert (expected - dense_attention(*case, 1.0, 0)).abs().max() > 0.1
+    for function in (paged_attention, reference.paged_attention):
+        torch.testing.assert_close(function(*case, 1.0, 0, 2.0).double(), expected, atol=2e-6, rtol=1e-5)
 
 
 def test_bfloat16_cache_is_accumulated_in_float32():
