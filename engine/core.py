@@ -76,6 +76,8 @@ class EngineCore:
         successor is planned: the workers append what they sample to their own rows, so a plan needs no token to be known. Raises
         `WorkerError` when the workers are gone.
         """
+        if not self.has_work:
+            return None  # and no step has started: an idle engine is not a late one
         self.step_started = self.step_started or time.monotonic()
         while self.scheduler.has_work and len(self._out) < self._most_out:
             plan = self.scheduler.schedule(self.clock())
