@@ -6,7 +6,7 @@ import numba
 import numpy as np
 import torch
 
-from kernels import reference
+from kernels import device, reference
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -14,7 +14,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
     x [..., hidden], weight [hidden]; returns a new tensor of x's shape.
     """
-    if x.device.type != "cpu" or x.dtype != torch.float32:
+    if device.on_accelerator(x):
+        return device.accelerated("rms_norm", "rms_norm")(x, weight, epsilon)
+    if x.dtype != torch.float32:
         return reference.rms_norm(x, weight, epsilon)
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -25,7 +27,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """residual += x, in place; returns rms_norm(residual). x, residual [num_tokens, hidden], contiguous."""
-    if x.device.type != "cpu" or x.dtype != torch.float32:
+    if device.on_accelerator(x):
+        return device.accelerated("rms_norm", "add_rms_norm")(x, residual, weight, epsilon)
+    if x.dtype != torch.float32:
         return reference.add_rms_norm(x, residual, weight, epsilon)
     out = torch.empty_like(x)
     _add_normalize(out.numpy(), x.numpy(), residual.numpy(), weight.numpy(), np.float32(epsilon))

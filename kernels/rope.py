@@ -5,7 +5,7 @@ from __future__ import annotations
 import numba
 import torch
 
-from kernels import reference
+from kernels import device, reference
 
 
 def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
@@ -15,7 +15,10 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> Non
     positions [num_tokens] int64
     cos_sin   [num_positions, head_dim] float32: cosines of the head_dim / 2 angles, then their sines
     """
-    if x.device.type != "cpu" or x.dtype != torch.float32:
+    if device.on_accelerator(x):
+        device.accelerated("rope", "rope")(x, positions, cos_sin)
+        return
+    if x.dtype != torch.float32:
         reference.rope(x, positions, cos_sin)
         return
     _rotate(x.numpy(), positions.numpy(), cos_sin.numpy())

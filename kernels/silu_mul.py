@@ -6,13 +6,15 @@ import numba
 import numpy as np
 import torch
 
-from kernels import reference
+from kernels import device, reference
 from kernels.cpu_math import exp_float32
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [num_tokens, 2 * intermediate] holds the gate, then up; returns [num_tokens, intermediate]."""
-    if gate_up.device.type != "cpu" or gate_up.dtype != torch.float32:
+    if device.on_accelerator(gate_up):
+        return device.accelerated("silu_mul", "silu_mul")(gate_up)
+    if gate_up.dtype != torch.float32:
         return reference.silu_mul(gate_up)
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
     _gate(out.numpy(), gate_up.numpy())
