@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention import paged_attention
-from kernels.kv_write import kv_write
-from kernels.rope import rope
 from kernels.rope_kv_write import rope_kv_write
 
 
@@ -43,15 +41,9 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Turns queries and keys in place, writes the new KV, attends; returns [num_tokens, num_heads * head_dim]."""
         key_cache, value_cache = cache
-        query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        if heads.device.type == "cpu" and heads.dtype == torch.float32:
-            rope_kv_write(heads, self.num_kv_heads, positions, cos_sin, key_cache, value_cache, step.slots)
-        else:
-            rope(query, positions, cos_sin)
-            rope(key, positions, cos_sin)
-            kv_write(key.to(key_cache.dtype), value.to(value_cache.dtype), key_cache, value_cache, step.slots)
+        rope_kv_write(heads, self.num_kv_heads, positions, cos_sin, key_cache, value_cache, step.slots)
         out = paged_attention(
-            query,
+            heads[:, : self.num_heads],
             key_cache,
             value_cache,
             step.block_tables,

@@ -9,7 +9,11 @@ _ALIGNMENT = 64  # bytes: a cache line, and the widest vector of a CPU
 
 
 class KVCache:
-    """A key and a value tensor a layer; layouts as in `kernels.attention`. Block 0 is never any request's."""
+    """A key and a value tensor a layer; shapes as in `kernels.attention`. Block 0 is never any request's.
+
+    In memory a CPU's keys lie as their shape says: 16 tokens of one dimension are a vector. A GPU's lie with head_dim innermost, as
+    the values do, in the same shape by their strides: a thread copies 16 bytes of one token towards the matrix units.
+    """
 
     def __init__(
         self,
@@ -21,9 +25,13 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        keys = (num_blocks, num_kv_heads, head_dim, block_size)
-        values = (num_blocks, num_kv_heads, block_size, head_dim)
-        self.layers = [(_zeros(keys, dtype, device), _zeros(values, dtype, device)) for _ in range(num_layers)]
+        transposed = (num_blocks, num_kv_heads, head_dim, block_size)
+        shape = (num_blocks, num_kv_heads, block_size, head_dim)
+
+        def keys() -> torch.Tensor:
+            return _zeros(transposed, dtype, device) if device.type == "cpu" else _zeros(shape, dtype, device).transpose(2, 3)
+
+        self.layers = [(keys(), _zeros(shape, dtype, device)) for _ in range(num_layers)]
 
     @staticmethod
     def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -70,6 +70,20 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> Non
     x.copy_(turned)
 
 
+def rope_kv_write(
+    heads: torch.Tensor,
+    num_kv_heads: int,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    rope(heads[:, :-num_kv_heads], positions, cos_sin)
+    key, value = heads[:, -2 * num_kv_heads :].chunk(2, dim=1)
+    kv_write(key.to(key_cache.dtype), value.to(value_cache.dtype), key_cache, value_cache, slots)
+
+
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -157,3 +171,8 @@ def gumbel_argmax(logits: torch.Tensor, greedy: torch.Tensor, seeds: torch.Tenso
         if not row_greedy:
             scores[i] += gumbel_noise(seed, position, token_ids)
     return scores.argmax(dim=-1)
+
+
+def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> None:
+    threshold = logits.amax(dim=-1) + torch.log(min_p)
+    logits.masked_fill_(logits < threshold.unsqueeze(-1), -torch.inf)

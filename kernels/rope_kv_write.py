@@ -5,6 +5,7 @@ from __future__ import annotations
 import numba
 import torch
 
+from kernels import device, reference
 from kernels.cpu_math import narrow
 
 
@@ -17,15 +18,23 @@ def rope_kv_write(
     value_cache: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """`rope.rope` of queries and keys, in place, then `kv_write.kv_write` in the cache's type; on the CPU.
+    """`rope.rope` of queries, in place, and of keys, then `kv_write.kv_write` in the caches' type.
 
-    heads       [num_tokens, num_heads + 2 * num_kv_heads, head_dim] float32, contiguous: queries, keys, values
+    heads       [num_tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous: queries, keys, values. Whether the keys are
+                turned in place too differs between devices.
     positions   [num_tokens] int64
     cos_sin     [num_positions, head_dim] float32, as `rope.rope`'s
     key_cache   [num_blocks, num_kv_heads, head_dim, block_size] float32, bfloat16 or float16
     value_cache [num_blocks, num_kv_heads, block_size, head_dim]
-    slots       [num_tokens] int64
+    slots       [num_tokens] int64; below 0: stored nowhere
     """
+    arguments = (heads, num_kv_heads, positions, cos_sin, key_cache, value_cache, slots)
+    if device.on_accelerator(heads):
+        device.accelerated("rope_kv_write", "rope_kv_write")(*arguments)
+        return
+    if heads.dtype != torch.float32:
+        reference.rope_kv_write(*arguments)
+        return
     bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(key_cache.dtype, key_cache.dtype)
     _turn_and_write(
         heads.numpy(),
@@ -51,6 +60,8 @@ def _turn_and_write(heads, num_kv_heads, positions, cos_sin, key_cache, value_ca
                 a, b = heads[token, head, i], heads[token, head, i + half]
                 heads[token, head, i] = a * angles[i] - b * angles[i + half]
                 heads[token, head, i + half] = b * angles[i] + a * angles[i + half]
+        if slots[token] < 0:
+            continue
         block, offset = divmod(slots[token], block_size)
         for head in range(num_kv_heads):
             keys, values = key_cache[block, head], value_cache[block, head, offset]

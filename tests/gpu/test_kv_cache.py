@@ -19,6 +19,13 @@ def test_bytes_layout_and_alignment(dtype):
             tensor[-1] = 1.0  # writable to its end
 
 
+def test_keys_of_a_gpu_have_the_same_shape_and_contiguous_dimensions():
+    cache = KVCache(2, 7, 16, 2, 24, torch.bfloat16, torch.device("meta"))
+    for key, value in cache.layers:
+        assert key.shape == (7, 2, 24, 16) and key.stride(2) == 1 and key.transpose(2, 3).is_contiguous()
+        assert value.shape == (7, 2, 16, 24) and value.is_contiguous()
+
+
 def test_memory_is_not_touched_before_it_is_written():
     import psutil
 
