@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import torch
 
-from kernels import reference
+from kernels import device
 from kernels.cpu_math import log_float32
 
 CHUNK = 64  # tokens whose noise is made at once, in vector registers
@@ -30,8 +30,8 @@ def gumbel_argmax(logits: torch.Tensor, greedy: torch.Tensor, seeds: torch.Tenso
     positions [num_rows] int64: the index that the drawn token will have in its request
     Returns [num_rows] int64.
     """
-    if logits.device.type != "cpu":
-        return reference.gumbel_argmax(logits, greedy, seeds, positions)
+    if device.on_accelerator(logits):
+        return device.accelerated("gumbel", "gumbel_argmax")(logits, greedy, seeds, positions)
     drawn = torch.empty(logits.shape[0], dtype=torch.int64)
     _draw(drawn.numpy(), logits.numpy(), greedy.numpy(), seeds.numpy(), positions.numpy())
     return drawn

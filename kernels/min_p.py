@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from kernels import device
+
 
 def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> None:
     """Sets to -inf, in place, each logit below the row's highest + log(min_p).
 
     logits [num_rows, vocab] float32, min_p [num_rows] float32 in [0, 1]; 0 leaves a row as it is.
     """
+    if device.on_accelerator(logits):
+        device.accelerated("min_p", "apply_min_p")(logits, min_p)
+        return
     threshold = logits.amax(dim=-1) + torch.log(min_p)
     logits.masked_fill_(logits < threshold.unsqueeze(-1), -torch.inf)

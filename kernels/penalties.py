@@ -10,7 +10,7 @@ import numba
 import numpy as np
 import torch
 
-from kernels import reference
+from kernels import device
 
 
 def apply_penalties(
@@ -32,8 +32,8 @@ def apply_penalties(
     presence, frequency, repetition            [num_rows] float32; 0, 0, 1 leave a row as it is
     """
     arguments = (logits, token_ids, rows, num_prompt_tokens, num_tokens, presence, frequency, repetition)
-    if logits.device.type != "cpu":
-        reference.apply_penalties(*arguments)
+    if device.on_accelerator(logits):
+        device.accelerated("penalties", "apply_penalties")(*arguments)
         return
     _apply(*(x.numpy() for x in arguments))
 

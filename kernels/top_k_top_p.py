@@ -6,7 +6,7 @@ import numba
 import numpy as np
 import torch
 
-from kernels import reference
+from kernels import device
 from kernels.cpu_math import exp_float32
 
 _MINUS_INFINITY = np.float32(-np.inf)
@@ -20,8 +20,8 @@ def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
 
     logits [num_rows, vocab] float32, top_k [num_rows] int32 (0: off), top_p [num_rows] float32 (1: off)
     """
-    if logits.device.type != "cpu":
-        reference.apply_top_k_top_p(logits, top_k, top_p)
+    if device.on_accelerator(logits):
+        device.accelerated("top_k_top_p", "apply_top_k_top_p")(logits, top_k, top_p)
         return
     _filter(logits.numpy(), top_k.numpy(), top_p.numpy())
 

@@ -23,20 +23,20 @@ def both(logits, top_k, top_p):
 
 
 def test_equals_reference(device):
-    """Few and many kept, k above the lanes and above the vocabulary, filters alone and together, rows filtered before."""
-    logits = torch.randn(24, 1003, device=device) * torch.linspace(0.1, 8, 24, device=device).unsqueeze(1)
-    logits[::7, 300:] = -torch.inf
-    filtered, expected = both(logits, [0, 1, 5, 50, 500, 5000] * 4, [1.0, 0.9, 0.5, 0.999, 0.05, 0.3, 1.0, 0.01] * 3)
+    """Few and many kept, k above the number of lanes and above the vocabulary, filters alone and together, rows filtered before."""
+    logits = torch.randn(8, 503, device=device) * torch.linspace(0.1, 8, 8, device=device).unsqueeze(1)
+    logits[::5, 300:] = -torch.inf
+    filtered, expected = both(logits, [0, 1, 5, 50, 300, 5000, 0, 20], [0.7, 0.9, 0.5, 1.0, 0.999, 0.3, 0.95, 0.01])
     assert torch.equal(filtered, expected)
-    assert len(set(torch.isfinite(filtered).sum(1).tolist())) > 10
+    assert len(set(torch.isfinite(filtered).sum(1).tolist())) > 5
 
 
 def test_ties(device):
-    logits = torch.randint(-3, 4, (12, 700), device=device).float()
+    logits = torch.randint(-3, 4, (6, 280), device=device).float()
     logits[3] = 0.0
     logits[4] = -0.0
     logits[4, ::2] = 0.0
-    filtered, expected = both(logits, [0, 0, 30, 0, 0, 400] * 2, [0.9, 0.3, 0.5, 0.35, 0.35, 0.99] * 2)
+    filtered, expected = both(logits, [0, 0, 30, 0, 0, 200], [0.9, 0.3, 0.5, 0.35, 0.35, 0.99])
     assert torch.equal(filtered, expected)
 
 
