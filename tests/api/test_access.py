@@ -29,7 +29,7 @@ GUARDED = [
 @pytest.mark.parametrize(("method", "path"), GUARDED)
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic a2V5LWE="])
 def test_without_a_key(slow_server: LiveServer, method: str, path: str, header: str | None) -> None:
-    answer = httpx.request(method, slow_server.url + path, headers={"Authorization": header} if header else {})
+    answer = slow_server.http.request(method, path, headers={"Authorization": header} if header else {})
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
     assert answer.json() == {
@@ -39,11 +39,11 @@ def test_without_a_key(slow_server: LiveServer, method: str, path: str, header: 
 
 @pytest.mark.parametrize("path", ["/health", "/live", "/ready", "/version", "/ping", "/metrics"])
 def test_probes_need_none(slow_server: LiveServer, path: str) -> None:
-    assert httpx.get(slow_server.url + path).status_code == 200
+    assert slow_server.http.get(path).status_code == 200
 
 
 def test_with_a_key(slow_server: LiveServer) -> None:
-    assert httpx.get(f"{slow_server.url}/v1/models", headers=ALICE).json()["data"][0]["id"] == "tiny"
+    assert slow_server.http.get("/v1/models", headers=ALICE).json()["data"][0]["id"] == "tiny"
 
 
 def chunks() -> Iterator[bytes]:
@@ -54,7 +54,7 @@ def chunks() -> Iterator[bytes]:
 @pytest.mark.parametrize("chunked", [False, True])
 def test_bodies_that_are_too_large(slow_server: LiveServer, chunked: bool) -> None:
     headers = {**ALICE, "Content-Type": "application/json"}
-    answer = httpx.post(f"{slow_server.url}/v1/completions", content=chunks() if chunked else b"x" * 100_001, headers=headers)
+    answer = slow_server.http.post("/v1/completions", content=chunks() if chunked else b"x" * 100_001, headers=headers)
     assert answer.status_code == 413
     message = "The request body is larger than 100000 bytes."
     assert answer.json()["error"]["message"] == message
@@ -80,7 +80,7 @@ async def test_a_full_queue_refuses_all_or_nothing(slow_server: LiveServer) -> N
         await asyncio.gather(filling, return_exceptions=True)
         while (await http.get("/v1/requests")).json()["data"]:
             await asyncio.sleep(0.01)  # until the disconnect has reached the engine
-    rejected = [line for line in httpx.get(f"{slow_server.url}/metrics").text.splitlines() if "admission_rejections_total{" in line]
+    rejected = [line for line in slow_server.http.get("/metrics").text.splitlines() if "admission_rejections_total{" in line]
     assert any('reason="max_num_queued_reqs"' in line for line in rejected)
 
 

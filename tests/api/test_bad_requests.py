@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.api.live_server import LiveServer
@@ -221,7 +220,7 @@ def error(message: str, type: str, code: int, param: str | None = None) -> dict[
 
 @pytest.mark.parametrize(("path", "fields", "message", "param", "type"), BAD_VALUES)
 def test_bad_values(null_server: LiveServer, path: str, fields: dict[str, Any], message: str, param: str | None, type: str) -> None:
-    answer = httpx.post(null_server.url + path, json=body_of(path, fields))
+    answer = null_server.http.post(path, json=body_of(path, fields))
     assert answer.json() == error(message, type, 400, param)
     assert answer.status_code == 400
     assert answer.headers["content-type"] == "application/json"
@@ -246,7 +245,7 @@ NOT_JSON = "1 validation error:\n  body.1: JSON decode error (type=json_invalid,
     ],
 )
 def test_bad_bytes(null_server: LiveServer, content: bytes, expected: dict[str, Any]) -> None:
-    answer = httpx.post(null_server.url + TEXT, content=content, headers={"Content-Type": "application/json"})
+    answer = null_server.http.post(TEXT, content=content, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()) == (400, expected)
 
 
@@ -263,7 +262,7 @@ LONE = [
 
 @pytest.mark.parametrize(("path", "content"), LONE)
 def test_a_lone_surrogate_is_no_text(null_server: LiveServer, path: str, content: bytes) -> None:
-    answer = httpx.post(null_server.url + path, content=content, headers={"Content-Type": "application/json"})
+    answer = null_server.http.post(path, content=content, headers={"Content-Type": "application/json"})
     message = answer.json()["error"]["message"]
     assert answer.status_code == 400
     assert message.startswith("1 validation error:\n  body: The body has a lone surrogate, which is not Unicode text")
@@ -271,13 +270,13 @@ def test_a_lone_surrogate_is_no_text(null_server: LiveServer, path: str, content
 
 def test_a_pair_of_surrogates_is_a_character(null_server: LiveServer) -> None:
     content = b'{"prompt": "\\ud83d\\ude80", "echo": true, "max_tokens": 0}'
-    answer = httpx.post(null_server.url + TEXT, content=content, headers={"Content-Type": "application/json"})
+    answer = null_server.http.post(TEXT, content=content, headers={"Content-Type": "application/json"})
     assert answer.json()["choices"][0]["text"] == "🚀"
 
 
 @pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "", "application/json-seq"])
 def test_only_json_is_read(null_server: LiveServer, media_type: str) -> None:
-    answer = httpx.post(null_server.url + TEXT, content=b'{"prompt": "x"}', headers={"Content-Type": media_type})
+    answer = null_server.http.post(TEXT, content=b'{"prompt": "x"}', headers={"Content-Type": media_type})
     said = "Unsupported Media Type: Only 'application/json' is allowed"
     message = f"1 validation error:\n  header.content-type: {said} (type=media_type, input={media_type!r})"
     assert (answer.status_code, answer.json()) == (400, error(message, SHAPE, 400, "header.content-type"))
@@ -285,7 +284,7 @@ def test_only_json_is_read(null_server: LiveServer, media_type: str) -> None:
 
 def test_parameters_of_the_media_type_are_fine(null_server: LiveServer) -> None:
     headers = {"Content-Type": "application/json; charset=utf-8"}
-    answer = httpx.post(null_server.url + TEXT, content=b'{"prompt": "x", "max_tokens": 1}', headers=headers)
+    answer = null_server.http.post(TEXT, content=b'{"prompt": "x", "max_tokens": 1}', headers=headers)
     assert answer.status_code == 200
 
 
@@ -315,31 +314,31 @@ def test_parameters_of_the_media_type_are_fine(null_server: LiveServer) -> None:
     ],
 )
 def test_routes(null_server: LiveServer, method: str, path: str, status: int, expected: dict[str, Any]) -> None:
-    answer = httpx.request(method, null_server.url + path)
+    answer = null_server.http.request(method, path)
     assert (answer.status_code, answer.json()) == (status, expected)
 
 
 def test_an_unknown_model(null_server: LiveServer) -> None:
-    answer = httpx.post(null_server.url + TEXT, json={"prompt": "x", "model": "gpt-17"})
+    answer = null_server.http.post(TEXT, json={"prompt": "x", "model": "gpt-17"})
     expected = error("The model `gpt-17` does not exist. Valid aliases: `tiny`.", "NotFoundError", 404, "model")
     assert (answer.status_code, answer.json()) == (404, expected)
 
 
 @pytest.mark.parametrize("given", ["a b", "x" * 129, "é"])
 def test_request_ids_in_the_header(null_server: LiveServer, given: str) -> None:
-    answer = httpx.post(null_server.url + TEXT, json={"prompt": "x"}, headers={"X-Request-Id": given.encode()})
+    answer = null_server.http.post(TEXT, json={"prompt": "x"}, headers={"X-Request-Id": given.encode()})
     message = "X-Request-Id must have 1 to 128 characters, each a letter, a digit or one of . _ : -"
     assert (answer.status_code, answer.json()) == (400, error(message, BAD, 400, "X-Request-Id"))
 
 
 @pytest.mark.parametrize("given", ["soon", "1.5", str(2**63)])
 def test_priorities_in_the_header(null_server: LiveServer, given: str) -> None:
-    answer = httpx.post(null_server.url + TEXT, json={"prompt": "x"}, headers={"X-Vllm-Priority": given})
+    answer = null_server.http.post(TEXT, json={"prompt": "x"}, headers={"X-Vllm-Priority": given})
     message = "X-Vllm-Priority must be an integer of 64 bits."
     assert (answer.status_code, answer.json()) == (400, error(message, BAD, 400, "X-Vllm-Priority"))
 
 
 def test_a_template_that_refuses_is_a_bad_request(null_server: LiveServer) -> None:
     """SmolLM2's template joins the content of messages as strings: another type is its error, not the server's."""
-    answer = httpx.post(null_server.url + CHAT, json={"messages": MESSAGES, "documents": [{"a": 1}], "max_tokens": 1})
+    answer = null_server.http.post(CHAT, json={"messages": MESSAGES, "documents": [{"a": 1}], "max_tokens": 1})
     assert answer.status_code == 200

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
 from api.tokenizer import TextTokenizer
@@ -15,7 +14,7 @@ MESSAGES = [{"role": "user", "content": "Say something."}]
 
 
 def ask(server: LiveServer, **fields: Any) -> dict[str, Any]:
-    answer = httpx.post(server.url + PATH, json={"messages": MESSAGES, "seed": 11, "max_tokens": 12, **fields}, timeout=30)
+    answer = server.http.post(PATH, json={"messages": MESSAGES, "seed": 11, "max_tokens": 12, **fields}, timeout=30)
     assert answer.status_code == 200, answer.text
     body: dict[str, Any] = answer.json()
     return body
@@ -23,7 +22,7 @@ def ask(server: LiveServer, **fields: Any) -> dict[str, Any]:
 
 def stream(server: LiveServer, **fields: Any) -> list[Any]:
     body = {"messages": MESSAGES, "seed": 11, "max_tokens": 12, "stream": True, **fields}
-    with httpx.stream("POST", server.url + PATH, json=body, timeout=30) as answer:
+    with server.http.stream("POST", PATH, json=body, timeout=30) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         events = sse_events(list(answer.iter_lines()))
@@ -166,7 +165,7 @@ def test_the_prompt_as_text(null_server: LiveServer) -> None:
 def test_ids_of_the_client(null_server: LiveServer) -> None:
     body = {"messages": MESSAGES, "max_tokens": 1, "request_id": "from-body"}
     for headers, expected in (({}, "from-body"), ({"X-Request-Id": "from.header:1"}, "from.header:1")):
-        answer = httpx.post(null_server.url + PATH, json=body, headers=headers)
+        answer = null_server.http.post(PATH, json=body, headers=headers)
         assert answer.headers["x-request-id"] == expected
         assert answer.json()["id"] == f"chatcmpl-{expected}"
         internal = answer.headers["x-headrace-request-id"]
@@ -175,7 +174,7 @@ def test_ids_of_the_client(null_server: LiveServer) -> None:
 
 
 def test_an_id_of_the_servers_own_is_the_same_everywhere(null_server: LiveServer) -> None:
-    answer = httpx.post(null_server.url + PATH, json={"messages": MESSAGES, "max_tokens": 1})
+    answer = null_server.http.post(PATH, json={"messages": MESSAGES, "max_tokens": 1})
     assert answer.json()["id"] == "chatcmpl-" + answer.headers["x-request-id"]
 
 

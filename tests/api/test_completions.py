@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import httpx
 import pytest
 
 from api.tokenizer import TextTokenizer
@@ -15,7 +14,7 @@ PATH = "/v1/completions"
 
 
 def ask(server: LiveServer, prompt: Any = "Once upon", **fields: Any) -> dict[str, Any]:
-    answer = httpx.post(server.url + PATH, json={"prompt": prompt, "seed": 5, "max_tokens": 6, **fields}, timeout=60)
+    answer = server.http.post(PATH, json={"prompt": prompt, "seed": 5, "max_tokens": 6, **fields}, timeout=60)
     assert answer.status_code == 200, answer.text
     body: dict[str, Any] = answer.json()
     return body
@@ -23,7 +22,7 @@ def ask(server: LiveServer, prompt: Any = "Once upon", **fields: Any) -> dict[st
 
 def stream(server: LiveServer, prompt: Any = "Once upon", **fields: Any) -> list[Any]:
     body = {"prompt": prompt, "seed": 5, "max_tokens": 6, "stream": True, "stream_options": {"include_usage": True}, **fields}
-    with httpx.stream("POST", server.url + PATH, json=body, timeout=60) as answer:
+    with server.http.stream("POST", PATH, json=body, timeout=60) as answer:
         assert answer.status_code == 200
         events = sse_events(list(answer.iter_lines()))
     assert events.pop() == "[DONE]"
@@ -121,7 +120,7 @@ def test_truncation_keeps_the_end(null_server: LiveServer) -> None:
 
 
 def test_many_prompts_at_once(null_server: LiveServer) -> None:
-    answer = httpx.post(null_server.url + PATH, json={"prompt": ["x"] * 100, "max_tokens": 2}, timeout=60)
+    answer = null_server.http.post(PATH, json={"prompt": ["x"] * 100, "max_tokens": 2}, timeout=60)
     assert [choice["index"] for choice in answer.json()["choices"]] == list(range(100))
     assert answer.headers["x-headrace-request-id"].endswith(", ...")
     assert len(answer.headers["x-headrace-request-id"]) < 8192

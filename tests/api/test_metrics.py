@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -138,9 +137,9 @@ def test_durations_come_from_the_requests_marks() -> None:
 
 
 def test_everything_is_there_after_requests(null_server: LiveServer) -> None:
-    assert httpx.post(f"{null_server.url}/v1/completions", json={"prompt": "x", "max_tokens": 5}).status_code == 200
-    assert httpx.get(f"{null_server.url}/no/such/path").status_code == 404
-    answer = httpx.get(f"{null_server.url}/metrics")
+    assert null_server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 5}).status_code == 200
+    assert null_server.http.get("/no/such/path").status_code == 404
+    answer = null_server.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     kinds = {family.name: family.type for family in text_string_to_metric_families(answer.text)}
     for name in REQUEST_HISTOGRAMS:

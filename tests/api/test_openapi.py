@@ -42,7 +42,7 @@ SLOW = range(5, 20_000)
 
 @pytest.fixture(scope="module")
 def schema(null_server: LiveServer) -> Any:
-    return schemathesis.openapi.from_dict(httpx.get(f"{null_server.url}/openapi.json").json())
+    return schemathesis.openapi.from_dict(null_server.http.get("/openapi.json").json())
 
 
 def test_all_routes_are_documented(schema: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 
 from api.tokenizer import TextTokenizer
@@ -14,41 +13,41 @@ from tests.api.live_server import LiveServer
     ("method", "path"), [("GET", "/health"), ("GET", "/live"), ("GET", "/ready"), ("GET", "/ping"), ("POST", "/ping")]
 )
 def test_all_is_well(null_server: LiveServer, method: str, path: str) -> None:
-    answer = httpx.request(method, null_server.url + path)
+    answer = null_server.http.request(method, path)
     assert (answer.status_code, answer.content) == (200, b"")
 
 
 def test_version_and_load(null_server: LiveServer) -> None:
-    assert httpx.get(f"{null_server.url}/version").json() == {"version": VERSION}
-    assert httpx.get(f"{null_server.url}/load").json() == {"server_load": 0}
+    assert null_server.http.get("/version").json() == {"version": VERSION}
+    assert null_server.http.get("/load").json() == {"server_load": 0}
 
 
 def test_models(null_server: LiveServer) -> None:
-    listing = httpx.get(f"{null_server.url}/v1/models").json()
+    listing = null_server.http.get("/v1/models").json()
     (card,) = listing["data"]
     assert listing["object"] == "list"
     assert (card["id"], card["object"], card["owned_by"], card["max_model_len"]) == ("tiny", "model", "headrace", 2048)
-    assert httpx.get(f"{null_server.url}/v1/models/tiny").json() == card
+    assert null_server.http.get("/v1/models/tiny").json() == card
 
 
 def test_tokenize_text(null_server: LiveServer, tokenizer: TextTokenizer) -> None:
     body = {"prompt": "naïve 🚀", "return_token_strs": True}
-    answer = httpx.post(f"{null_server.url}/tokenize", json=body).json()
+    answer = null_server.http.post("/tokenize", json=body).json()
     token_ids = tokenizer.encode("naïve 🚀")
     assert answer["tokens"] == token_ids
     assert (answer["count"], answer["max_model_len"]) == (len(token_ids), 2048)
     assert answer["token_strs"] == [tokenizer.id_to_token(token_id) for token_id in token_ids]
-    assert httpx.post(f"{null_server.url}/detokenize", json={"tokens": token_ids}).json() == {"prompt": "naïve 🚀"}
+    assert null_server.http.post("/detokenize", json={"tokens": token_ids}).json() == {"prompt": "naïve 🚀"}
 
 
 def test_tokenize_messages_is_the_prompt_of_chat(null_server: LiveServer) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}]}
-    answer = httpx.post(f"{null_server.url}/tokenize", json=body).json()
-    chat = httpx.post(f"{null_server.url}/v1/chat/completions", json={**body, "max_tokens": 1, "return_token_ids": True}).json()
+    answer = null_server.http.post("/tokenize", json=body).json()
+    chat = null_server.http.post("/v1/chat/completions", json={**body, "max_tokens": 1, "return_token_ids": True}).json()
     assert answer["tokens"] == chat["prompt_token_ids"]
     assert answer["token_strs"] is None
 
 
 def test_tokens_of_nothing(null_server: LiveServer) -> None:
-    assert httpx.post(f"{null_server.url}/tokenize", json={"prompt": ""}).json()["tokens"] == []
-    assert httpx.post(f"{null_server.url}/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    assert null_server.http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
+    assert null_server.http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from api.tokenizer import TextTokenizer
@@ -29,7 +28,7 @@ def server(smollm2_gguf: Path) -> Iterator[LiveServer]:
 
 
 def ask(server: LiveServer, prompt: Any, **fields: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt, **GREEDY, **fields}, timeout=120)
+    answer = server.http.post("/v1/completions", json={"prompt": prompt, **GREEDY, **fields}, timeout=120)
     assert answer.status_code == 200, answer.text
     choice: dict[str, Any] = answer.json()["choices"][0]
     return choice
@@ -38,7 +37,7 @@ def ask(server: LiveServer, prompt: Any, **fields: Any) -> dict[str, Any]:
 def stream(server: LiveServer, prompt: Any, **fields: Any) -> tuple[str, str]:
     """The text that a stream's chunks add up to, and how it ended."""
     body = {"prompt": prompt, **GREEDY, "stream": True, **fields}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as answer:
+    with server.http.stream("POST", "/v1/completions", json=body, timeout=120) as answer:
         parts = [event["choices"][0] for event in sse_events(list(answer.iter_lines()))[:-1]]
     return "".join(part["text"] for part in parts), parts[-1]["finish_reason"]
 
@@ -104,21 +103,21 @@ def test_stop_tokens_of_the_request(server: LiveServer, tokenizer: TextTokenizer
 def test_the_models_own_end(server: LiveServer) -> None:
     """A short chat answer ends with the end-of-turn token, which is not shown."""
     body = {"messages": [{"role": "user", "content": "Say only: yes"}], "temperature": 0, "max_tokens": 60}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
+    answer = server.http.post("/v1/chat/completions", json=body, timeout=120).json()
     (choice,) = answer["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
     assert "<|im_end|>" not in choice["message"]["content"]
     length = answer["usage"]["completion_tokens"] + 3
     more = {**body, "max_tokens": length, "ignore_eos": True}
-    longer = httpx.post(f"{server.url}/v1/chat/completions", json=more, timeout=120).json()
+    longer = server.http.post("/v1/chat/completions", json=more, timeout=120).json()
     assert longer["usage"]["completion_tokens"] == length
 
 
 def test_min_tokens_hold_the_end_back(server: LiveServer) -> None:
     body = {"messages": [{"role": "user", "content": "Say only: yes"}], "temperature": 0, "max_tokens": 200}
-    first = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()["usage"]["completion_tokens"]
+    first = server.http.post("/v1/chat/completions", json=body, timeout=120).json()["usage"]["completion_tokens"]
     least = first + 2
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "min_tokens": least}, timeout=120).json()
+    answer = server.http.post("/v1/chat/completions", json={**body, "min_tokens": least}, timeout=120).json()
     assert answer["usage"]["completion_tokens"] > least
 
 
@@ -148,8 +147,8 @@ def test_scores_of_a_prompt_are_those_of_its_generation(server: LiveServer) -> N
 def test_cached_prompt_tokens_are_told(server: LiveServer) -> None:
     prompt = list(range(1000, 1100))
     body = {"prompt": prompt, "max_tokens": 1, "cache_salt": "once"}
-    first, second = (httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["usage"] for _ in range(2))
+    first, second = (server.http.post("/v1/completions", json=body, timeout=120).json()["usage"] for _ in range(2))
     assert first["prompt_tokens_details"] == {"cached_tokens": 0}
     assert second["prompt_tokens_details"] == {"cached_tokens": 96}
-    other = httpx.post(f"{server.url}/v1/completions", json={**body, "cache_salt": "other"}, timeout=120).json()
+    other = server.http.post("/v1/completions", json={**body, "cache_salt": "other"}, timeout=120).json()
     assert other["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
