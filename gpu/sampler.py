@@ -14,6 +14,8 @@ import torch
 
 from gpu.plan import Int32Array, SampledLogprobs, SamplingParams
 from kernels.gumbel import gumbel_argmax
+from kernels.logit_bias import add_logit_bias
+from kernels.logprobs import gather_logprobs
 from kernels.min_p import apply_min_p
 from kernels.penalties import apply_penalties
 from kernels.top_k_top_p import apply_top_k_top_p
@@ -145,16 +147,9 @@ def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> tuple
 
     The token itself, then the k likeliest; its rank is 1 plus the number of likelier tokens.
     """
-    logprobs = logits.log_softmax(dim=-1)
-    own = logprobs.gather(1, token_ids.unsqueeze(1))
-    ranks = (logprobs > own).sum(dim=1) + 1
-    best, ids = logprobs.topk(k, dim=-1)
-    ids = torch.cat((token_ids.unsqueeze(1), ids), dim=1)
-    return (
-        ids.to("cpu", torch.int32).numpy(),
-        torch.cat((own, best), dim=1).cpu().numpy(),
-        ranks.to("cpu", torch.int32).numpy(),
-    )
+    ids = torch.cat((token_ids.unsqueeze(1), logits.topk(k, dim=-1).indices), dim=1)
+    logprobs, ranks = gather_logprobs(logits, ids)
+    return ids.to("cpu", torch.int32).numpy(), logprobs.cpu().numpy(), ranks.cpu().numpy()
 
 
 def _fail_not_finite(logits: torch.Tensor) -> dict[int, str]:
@@ -166,6 +161,7 @@ def _fail_not_finite(logits: torch.Tensor) -> dict[int, str]:
 
 
 def _apply_rules(logits: torch.Tensor, rows: Int32Array, batch: Batch) -> None:
+    biases: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for place in np.flatnonzero(batch.sampling.ruled[rows]).tolist():
         row = int(rows[place])
         rules, row_logits = batch.sampling.rules[row], logits[place]
@@ -181,7 +177,9 @@ def _apply_rules(logits: torch.Tensor, rows: Int32Array, batch: Batch) -> None:
         if len(output) < rules.min_tokens:
             row_logits[rules.ends.to(logits.device)] = -torch.inf
         if len(rules.biased):
-            row_logits[rules.biased.to(logits.device)] += rules.biases.to(logits.device)
+            biases.append((torch.full_like(rules.biased, place), rules.biased, rules.biases))
+    if biases:
+        add_logit_bias(logits, *(torch.cat(column).to(logits.device) for column in zip(*biases, strict=True)))
 
 
 def _apply_penalties(logits: torch.Tensor, rows: Int32Array, batch: Batch) -> None:

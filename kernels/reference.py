@@ -176,3 +176,12 @@ def gumbel_argmax(logits: torch.Tensor, greedy: torch.Tensor, seeds: torch.Tenso
 def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> None:
     threshold = logits.amax(dim=-1) + torch.log(min_p)
     logits.masked_fill_(logits < threshold.unsqueeze(-1), -torch.inf)
+
+
+def add_logit_bias(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, biases: torch.Tensor) -> None:
+    logits[rows, token_ids] += biases
+
+
+def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    ranks = (logits > logits.gather(1, token_ids[:, :1])).sum(dim=1, dtype=torch.int32) + 1
+    return logits.log_softmax(dim=-1).gather(1, token_ids), ranks
