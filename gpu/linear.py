@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from kernels.row_scale import scale_rows, to_range
+from kernels.row_scale import hadamard, hadamard_order, scale_rows, to_range
 
 _CHUNK_ROWS = 120  # FBGEMM's float16 product takes so many rows at once
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -121,7 +121,7 @@ class Int8Linear:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        weight = weight.float()
+        weight = hadamard(weight.float()) / hadamard_order(weight.shape[1])
         limit = 127 if has_wide_sums() else 63
         scales = weight.abs().amax(dim=1).clamp(min=1e-30) / limit
         integers = (weight / scales.unsqueeze(1)).round_().to(torch.int8)
