@@ -1,11 +1,13 @@
 """Paged attention against its plain-torch twin: mixed batches through shuffled block tables, grouped heads, windows, soft caps."""
 
+import numpy as np
 import pytest
 import torch
 
 from kernels import reference
 from kernels.triton import attention
 from kernels.triton.attention import Tile, paged_attention
+from kernels.triton.kv_write import kv_write
 from tests.kernels.test_attention import make_case
 
 ERROR = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -33,7 +35,7 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize("window", [0, 1, 40])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 64), (3, 3, 16), (8, 1, 20)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 64), (8, 1, 20)])
 def test_mixed_batch(device, dtype, small_tiles, heads, kv_heads, head_dim, window):
     # decodes, a whole prompt, chunks with a cached prefix that end inside and at the end of a block
     case = on_device(make_case([1, 37, 33, 64], [1, 1, 33, 20], heads, kv_heads, head_dim, dtype), device)
@@ -79,8 +81,38 @@ def test_padding_of_a_captured_graph_disturbs_nobody(device, dtype, small_tiles,
         torch.cat((contexts, torch.zeros_like(contexts))), 0.25, 0,
     )  # fmt: skip
     torch.testing.assert_close(padded[:2].float(), expected(case, 0.25, 0, 0.0), atol=ERROR[dtype], rtol=ERROR[dtype])
-    if split_below == 0:
-        assert not padded[2:].any()
+    assert not padded[2:].any()
+
+
+def test_float32_of_wide_heads_is_refused(device):
+    with pytest.raises(ValueError, match="head_dim 144"):
+        paged_attention(*on_device(make_case([3], [1], 1, 1, 144), device), 1.0, 0)
+
+
+def test_places_beyond_32_bits(device):
+    """A cache of 2**31 elements and more, of which two blocks at the end are touched: the rest of its memory is never mapped."""
+    kv_heads, block, head_dim = 8, 16, 128
+    num_blocks = 2**31 // (kv_heads * block * head_dim) + 2
+    shape = (num_blocks, kv_heads, block, head_dim)
+    if device.type == "cpu":
+        cache = torch.from_numpy(np.zeros(shape, np.int8))
+    else:
+        cache = torch.zeros(shape, dtype=torch.int8, device=device)
+    keys, values = cache.transpose(2, 3), cache
+    new = torch.randint(-3, 4, (20, kv_heads, head_dim), dtype=torch.int8, device=device)
+    slots = torch.arange(num_blocks * block - 20, num_blocks * block, device=device)
+    kv_write(new, new, keys, values, slots)
+    assert torch.equal(cache[-1], new[4:].transpose(0, 1))
+    table = torch.tensor([[num_blocks - 1]], dtype=torch.int32, device=device)
+    starts, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1], [16]))
+    case = torch.randn(1, kv_heads, head_dim, device=device), keys, values, table, starts[:1], starts, lengths
+    torch.testing.assert_close(paged_attention(*case, 0.1, 0), expected(case, 0.1, 0, 0.0), atol=3e-6, rtol=3e-6)
+
+
+def test_a_narrower_cache(device, small_tiles):
+    query, keys, values, *rest = on_device(make_case([20, 30], [5, 1], 4, 2, 16), device)
+    case = query, keys.half(), values.half(), *rest
+    torch.testing.assert_close(paged_attention(*case, 0.25, 0), expected(case, 0.25, 0, 0.0), atol=3e-6, rtol=3e-6)
 
 
 def test_slices_of_a_fused_projection(device, dtype, small_tiles):
