@@ -77,6 +77,8 @@ def make_sampling_params(
         check_logprobs(field, count, limits)
     _check_stop(request)
     greedy = values.temperature < GREEDY_EPSILON
+    eos_token_ids = _eos_token_ids(tokenizer, generation_config)
+    _check_something_may_be_sampled(request, eos_token_ids, limits.vocab_size)
     return SamplingParams(
         n=values.n,
         temperature=0.0 if greedy else max(values.temperature, MIN_TEMPERATURE),
@@ -93,7 +95,7 @@ def make_sampling_params(
         max_tokens=max_tokens,
         min_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
-        eos_token_ids=_eos_token_ids(tokenizer, generation_config),
+        eos_token_ids=eos_token_ids,
         stop_token_ids=_stop_token_ids(request.stop_token_ids, limits.vocab_size),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -212,6 +214,17 @@ def _allowed_token_ids(token_ids: list[int] | None, vocab_size: int) -> list[int
         raise BadRequest("allowed_token_ids is not None and empty!", param="allowed_token_ids")
     _in_vocabulary(token_ids, "allowed_token_ids", vocab_size)
     return sorted(set(token_ids))
+
+
+def _check_something_may_be_sampled(request: SamplingFields, eos_token_ids: list[int], vocab_size: int) -> None:
+    """Until min_tokens are made no token that ends the request is sampled: others must be left."""
+    if not request.min_tokens:
+        return
+    ends = {*(request.stop_token_ids or []), *([] if request.ignore_eos else eos_token_ids)}
+    left = set(request.allowed_token_ids) - ends if request.allowed_token_ids else len(ends) < vocab_size
+    if not left:
+        message = f"min_tokens={request.min_tokens} cannot be reached: every allowed token would end the output."
+        raise BadRequest(message, param="min_tokens")
 
 
 def _stop_token_ids(token_ids: list[int] | None, vocab_size: int) -> list[int]:

@@ -50,7 +50,7 @@ def reject(model: str, slot: str, incarnation: int, entry: str, error: str, rete
         milliseconds(retention),
         keys.client_channel(),
     )
-    return Call(bool, script("reject", "ledger"), (*keys.ledger(model), keys.slot(model, slot)), arguments)
+    return Call(bool, script("reject", "ledger", without_memory=True), (*keys.ledger(model), keys.slot(model, slot)), arguments)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def finish(
     def decode(answer: list[Any]) -> FinishOutcome:
         return FinishOutcome(answer[0].decode(), parse_record(parse_fields(answer[1])))
 
-    return Call(decode, script("finish", "ledger"), (*keys.ledger(model), keys.control(model)), arguments)
+    return Call(decode, script("finish", "ledger", without_memory=True), (*keys.ledger(model), keys.control(model)), arguments)
 
 
 BURY_BATCH = 128  # pending entries looked at in one script: Redis answers nobody else meanwhile
@@ -190,6 +190,6 @@ def bury(model: str, slot: str, incarnation: int, error: str, retention: float =
             keys.consumer(slot),
             keys.client_channel(),
         )
-        return Call(decode, script("bury", "ledger"), (*keys.ledger(model), keys.slot(model, slot)), arguments)
+        return Call(decode, script("bury", "ledger", without_memory=True), (*keys.ledger(model), keys.slot(model, slot)), arguments)
 
     return batch("-", 0)

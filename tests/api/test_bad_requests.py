@@ -49,6 +49,11 @@ BAD_VALUES: list[Case] = [
     text("top_k must be 0 (disable), or at least 1, got -2.", "top_k", top_k=-2),
     text("min_p must be in [0, 1], got 1.1.", "min_p", min_p=1.1),
     text("min_tokens must be greater than or equal to 0, got -1.", "min_tokens", min_tokens=-1),
+    text(
+        "min_tokens=3 cannot be reached: every allowed token would end the output.",
+        "min_tokens",
+        **{"min_tokens": 3, "max_tokens": 4, "allowed_token_ids": [2]},
+    ),
     text("min_tokens must be less than or equal to max_tokens=4, got 5.", "min_tokens", min_tokens=5, max_tokens=4),
     text("max_tokens must be at least 1, got 0.", "max_tokens", max_tokens=0),
     text("max_tokens must be at least 1, got -1.", "max_tokens", max_tokens=-1),

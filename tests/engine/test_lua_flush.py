@@ -8,7 +8,7 @@ import pytest
 
 from engine import calls, keys
 from engine.bus import Bus
-from engine.protocol import ControlReply, EngineCoreOutputs, FinishReason, encode
+from engine.protocol import Abort, ControlReply, EngineCoreOutputs, FinishReason, encode
 from tests.engine.ledger_world import CLIENT, Engine, Listener, World
 from tests.engine.lossy_proxy import LossyProxy
 
@@ -161,6 +161,24 @@ def test_the_journal_is_bounded(world: World) -> None:
     call = calls.flush(world.model, engine.slot, engine.incarnation, 5001, messages=[(CLIENT, b"m")])
     assert world.bus.run(call) == 1
     assert 4096 <= len(journal(world, engine)) < 4096 + 200
+
+
+def test_without_memory_engines_stay_alive_and_requests_can_end(world: World) -> None:
+    for name in ("a", "b"):
+        world.enqueue(world.request(name))
+    engine = world.engine()
+    world.take(engine, 1)
+    world.raw.config_set("maxmemory", 1)
+    try:
+        info = world.bus.run(calls.engines(world.model))[0]
+        world.bus.run(calls.beat(world.model, engine.slot, engine.incarnation, info))
+        assert world.bus.run(calls.finish(world.model, "b", Abort("b"))).state == "queued"
+        assert world.bus.run(calls.release_slot(world.model, engine.slot, engine.incarnation))
+        assert world.bus.run(calls.bury(world.model, engine.slot, engine.incarnation, "it died")) == 1
+    finally:
+        world.raw.config_set("maxmemory", 0)
+    assert (world.record("a").reason, world.record("b").reason) == ("error", "abort")
+    world.check_integrity()
 
 
 def test_out_of_memory_leaves_everything_as_it_was(world: World) -> None:
