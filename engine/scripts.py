@@ -51,8 +51,8 @@ def script(name: str, *libraries: str, without_memory: bool = False) -> Script:
     """The script `lua/<name>.lua` behind the libraries that it names.
 
     The `#!lua` line makes Redis refuse the whole script when it is out of memory, where it would else fail at its first write that
-    needs memory: half done. `without_memory`: it runs even then, because it keeps somebody alive, or ends something and so frees more
-    than it takes.
+    needs memory: half done. `without_memory`: it runs even then, because it keeps somebody alive, or ends something and so frees
+    more than it takes.
     """
     parts = [(LUA / f"{part}.lua").read_text(encoding="utf-8") for part in (*libraries, name)]
     source = ("#!lua flags=allow-oom\n" if without_memory else "#!lua\n") + "\n".join(parts)
