@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from dataclasses import dataclass
 
 import torch
 
 from kernels.attention import paged_attention
 from kernels.rope_kv_write import rope_kv_write
+
+
+class Pace:
+    """In how many layers a part of a step has written its KV, which a later part of the same step waits for."""
+
+    def __init__(self) -> None:
+        self.layers = 0
+        self._changed = threading.Condition()
+
+    def advance(self) -> None:
+        with self._changed:
+            self.layers += 1
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Nobody need wait any more: the part has failed, and the step with it."""
+        with self._changed:
+            self.layers = sys.maxsize
+            self._changed.notify_all()
+
+    def wait(self, layers: int) -> None:
+        if self.layers < layers:  # a look without the lock: the count only grows
+            with self._changed:
+                self._changed.wait_for(lambda: self.layers >= layers)
 
 
 @dataclass
@@ -19,6 +45,15 @@ class AttentionMetadata:
     query_start: torch.Tensor  # [num_requests + 1] int32, first token of each request
     context_lens: torch.Tensor  # [num_requests] int32, tokens in the cache when this step's are written
     slots: torch.Tensor  # [num_tokens] int64, where each token's KV goes
+    pace: Pace | None = None  # this part's, where a step is computed in parts that may read one another's KV
+    ahead: Pace | None = None  # that of the part before
+
+    def wrote_layer(self) -> None:
+        """This part's KV of one layer more stands in the cache; returns when that of the parts before does too."""
+        if self.pace is not None:
+            if self.ahead is not None:
+                self.ahead.wait(self.pace.layers + 1)
+            self.pace.advance()
 
 
 class PagedAttention:
@@ -42,6 +77,7 @@ class PagedAttention:
         """Turns queries and keys in place, writes the new KV, attends; returns [num_tokens, num_heads * head_dim]."""
         key_cache, value_cache = cache
         rope_kv_write(heads, self.num_kv_heads, positions, cos_sin, key_cache, value_cache, step.slots)
+        step.wrote_layer()
         out = paged_attention(
             heads[:, : self.num_heads],
             key_cache,

@@ -15,6 +15,7 @@ from gpu.distributed import TensorParallelGroup
 from gpu.kv_cache import KVCache
 from gpu.linear import DTYPES, Numerics
 from gpu.models import load_model
+from gpu.parts import Part, Team, split
 from gpu.plan import Int32Array, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
 from gpu.profile import Profiler
 from gpu.sampler import Sampler, top_logprobs
@@ -41,8 +42,10 @@ class ModelRunner:
 
     def load(self, progress: Callable[[float], None]) -> None:
         num_threads = num_compute_threads(self.config)
-        torch.set_num_threads(num_threads)
-        cpu_threads.set_num_threads(num_threads)
+        in_parts = self.device.type == "cpu" and self.group.size == 1  # ranks exchange sums, which must keep one order
+        self.team = Team(num_threads if in_parts else 1)
+        torch.set_num_threads(1 if in_parts else num_threads)
+        cpu_threads.set_num_threads(1 if in_parts else num_threads)
         self.model = load_model(self.checkpoint, self.numerics, self.device, self.group, progress)
         self.fingerprint = self._fingerprint()
         self.checkpoint.close()
@@ -84,18 +87,23 @@ class ModelRunner:
         if not len(plan.rows):
             return _make_output(plan.step, seconds=time.perf_counter() - started)
         step = batch.make_step(plan)
-        hidden = self.model.forward(step.token_ids, step.positions, self.kv, step.attention)
-        prompt_logprobs = self._prompt_logprobs(step, hidden)
+        shares_kv = any(request.num_computed_tokens for request in plan.new_requests)
+        computed = self.team.map(lambda part: self._compute(step, part), split(step, self.team.size, shares_kv))
+        prompt_logprobs = self._prompt_logprobs(step, [hidden for hidden, _ in computed])
         output = _make_output(plan.step, prompt_logprobs=prompt_logprobs, failed_rows=dict(batch.invalid_rows))
         if len(step.sampled):
-            self._sample(step, hidden, output)
+            self._sample(step, _join([logits for _, logits in computed]), output)
         batch.advance(step, output.rows, output.token_ids)
         output.forward_seconds = time.perf_counter() - started
         return output
 
-    def _sample(self, step: Step, hidden: torch.Tensor, output: ModelRunnerOutput) -> None:
+    def _compute(self, step: Step, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """(hidden states of the part's tokens, logits of its sampling ones)."""
+        hidden = self.model.forward(step.token_ids[part.tokens], step.positions[part.tokens], self.kv, part.attention)
+        return hidden, self.model.logits(hidden[part.last_tokens])
+
+    def _sample(self, step: Step, logits: torch.Tensor, output: ModelRunnerOutput) -> None:
         rows = step.sampled_rows
-        logits = self.model.logits(hidden[torch.from_numpy(step.last_tokens)])
         sampled = self.sampler(logits, rows, self.batch)
         for place, reason in sampled.failed.items():
             output.failed_rows.setdefault(int(rows[place]), reason)
@@ -105,10 +113,14 @@ class ModelRunner:
         output.rows, output.token_ids = rows[kept], sampled.token_ids[kept]
         output.logprobs = [entry for entry in sampled.logprobs if entry.row not in output.failed_rows]
 
-    def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> list[PromptLogprobs]:
+    def _prompt_logprobs(self, step: Step, hidden_parts: list[torch.Tensor]) -> list[PromptLogprobs]:
         batch = self.batch
-        entries = []
-        for i in np.flatnonzero(batch.sampling.num_prompt_logprobs[step.rows] >= 0).tolist():
+        entries: list[PromptLogprobs] = []
+        wanting = np.flatnonzero(batch.sampling.num_prompt_logprobs[step.rows] >= 0).tolist()
+        if not wanting:
+            return entries
+        hidden = _join(hidden_parts)
+        for i in wanting:
             row = int(step.rows[i])
             first = int(batch.num_computed[row])
             count = min(int(step.query_lens[i]), int(batch.num_prompt_tokens[row]) - 1 - first)
@@ -150,6 +162,10 @@ class ModelRunner:
     def _fingerprint(self) -> str:
         numerics = f"{self.checkpoint.content_hash()} {self.numerics} {self.kv_dtype} {self.device.type} {NUMERICS_VERSION}"
         return hashlib.sha256(numerics.encode()).hexdigest()[:32]
+
+
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _make_output(
