@@ -185,3 +185,49 @@ def add_logit_bias(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Te
 def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ranks = (logits > logits.gather(1, token_ids[:, :1])).sum(dim=1, dtype=torch.int32) + 1
     return logits.log_softmax(dim=-1).gather(1, token_ids), ranks
+
+
+def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    limit = 127.0 if dtype == torch.int8 else 448.0
+    wide = x.float().nan_to_num(0.0, 0.0, 0.0)
+    scales = wide.abs().amax(dim=1) / limit
+    q = wide / torch.where(scales > 0, scales, 1.0).unsqueeze(1)
+    scales.masked_fill_(~x.isfinite().all(dim=1), torch.nan)
+    return (q.round() if dtype == torch.int8 else q).clamp(-limit, limit).to(dtype), scales
+
+
+def linear_w8a8(
+    x: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    q, scales = quantize_rows(x, weight.dtype)
+    # float64 holds every sum of int8 products
+    out = (q.double() @ weight.double().T).float() * scales.unsqueeze(1) * weight_scales
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def linear_w4a16(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    num_groups, out_features = scales.shape
+    halves = packed.unflatten(1, (num_groups, -1))
+    values = torch.cat((halves & 15, halves >> 4), dim=2).float()
+    zero = 8.0 if zeros is None else zeros.float().T.unsqueeze(2)
+    weight = ((values - zero) * scales.float().T.unsqueeze(2)).view(out_features, -1).to(x.dtype)
+    out = x.float() @ weight.float().T
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def fused_experts(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert in experts.unique().tolist():
+        tokens, places = (experts == expert).nonzero(as_tuple=True)
+        gate, up = (x[tokens].float() @ gate_up[expert].float().T).chunk(2, dim=1)
+        product = ((F.silu(gate) * up).to(x.dtype).float() @ down[expert].float().T).to(x.dtype)
+        out.index_add_(0, tokens, product.float() * weights[tokens, places].unsqueeze(1))
+    return out.to(x.dtype)
