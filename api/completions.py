@@ -53,7 +53,6 @@ def _make_task(body: CompletionRequest, model: ServedModel) -> Task:
         include_stop=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens is not False,
         echo=bool(body.echo),
-        score_only=body.max_tokens == 0,
         stream=bool(body.stream),
         priority=body.priority,
         cache_salt=body.cache_salt or "",
@@ -68,9 +67,9 @@ def _make_prompt(source: str | list[int], body: CompletionRequest, model: Served
 
 
 def _sampling(body: CompletionRequest, model: ServedModel, prompts: list[Prompt]) -> list[SamplingParams]:
-    """Parameters of each prompt; they differ only where the context's room does. Scoring lets the engine make one token, unused."""
+    """Parameters of each prompt; they differ only where the context's room does."""
     config = model.files.generation_config
-    budget = OutputBudget(1 if body.max_tokens == 0 else body.max_tokens)
+    budget = OutputBudget(body.max_tokens)
     prompt_logprobs = body.prompt_logprobs
     if prompt_logprobs is None and body.echo:
         prompt_logprobs = body.logprobs

@@ -36,7 +36,6 @@ class Task:
     include_stop: bool = False
     skip_special_tokens: bool = True
     echo: bool = False  # the prompt is part of the answer's text
-    score_only: bool = False  # of what is generated nothing is wanted: the prompt's logprobs are
     stream: bool = False
     priority: int = 0
     cache_salt: str = ""  # of the body; the engine's is derived from it and the tenant
@@ -44,6 +43,11 @@ class Task:
     @property
     def n(self) -> int:
         return self.sampling[0].n
+
+    @property
+    def score_only(self) -> bool:
+        """The prompt's logprobs are wanted, and nothing of what is generated."""
+        return self.sampling[0].max_tokens == 0
 
     @property
     def num_choices(self) -> int:

@@ -63,7 +63,8 @@ class LiveRequests:
                 self.statistics.counters.prefix_cache_queries += request.num_tokens
                 self.statistics.counters.prefix_cache_hits += num_computed
         request.status = RequestStatus.RUNNING
-        longest = min(request.num_prompt_tokens + request.sampling.max_tokens, self._max_model_len)
+        most = max(request.sampling.max_tokens, 1)  # where none is wanted, the first one ends the request and is not kept
+        longest = min(request.num_prompt_tokens + most, self._max_model_len)
         row = self.rows.take(request, num_computed, hit.num_published, longest)
         position, key = self.rows.num_running, self._order_key(request)
         while position and self._order_key(self.rows.request(int(self.rows.running[position - 1]))) > key:

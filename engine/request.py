@@ -154,7 +154,7 @@ class Request:
         return self.sampling.prompt_logprobs is not None and max(self.num_prompt_logprobs, 1) < self.num_prompt_tokens
 
     def end(self, reason: FinishReason, keep: int, stop_reason: int | str | None, error: str | None, now: float) -> None:
-        """The terminal transition, once. `keep` >= 0 cuts the output to that many tokens."""
+        """The terminal transition, once. `keep` >= 0 cuts the output to that many tokens; it never has more than max_tokens."""
         if self.status.finished:
             raise RuntimeError(f"{self} ends twice")
         self.status = _FINISHED_STATUS[reason]
@@ -162,8 +162,8 @@ class Request:
         self.stop_reason = stop_reason
         self.error = error
         self.times.finished = now
-        if keep >= 0:
-            del self.token_bytes[(self.num_prompt_tokens + keep) * TOKEN_BYTES :]
+        kept = self.sampling.max_tokens if keep < 0 else keep
+        del self.token_bytes[(self.num_prompt_tokens + kept) * TOKEN_BYTES :]
 
 
 def make_requests(request: EngineCoreRequest, client: int, received: float) -> list[Request]:

@@ -38,7 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] = []  # empty: all
     bad_words_token_ids: list[list[int]] = []
-    max_tokens: int = 16  # >= 1, resolved to the context's room when the client gave none
+    max_tokens: int = 16  # resolved to the context's room when the client gave none; 0: only the prompt is scored
     min_tokens: int = 0
     ignore_eos: bool = False
     eos_token_ids: list[int] = []  # the model's; end a request with stop_reason None unless ignore_eos

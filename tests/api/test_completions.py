@@ -93,6 +93,8 @@ def test_scoring_a_prompt(null_server: LiveServer, tokenizer: TextTokenizer, log
         "completion_tokens": 0,
         "prompt_tokens_details": None,
     }
+    record = null_server.http.get(f"/v1/requests/{body['id']}").json()
+    assert (record["output_tokens"], record["max_tokens"], record["prompt_tokens"]) == (0, 0, count)
 
 
 def test_offsets_point_into_the_text(null_server: LiveServer) -> None:

@@ -37,6 +37,16 @@ def test_one_request_alone() -> None:
     assert not engine.scheduler.has_work and engine.scheduler.requests == {}
 
 
+def test_where_only_the_prompt_is_scored_no_output_is_kept() -> None:
+    engine = Engine()
+    request = make_request("a", 10, max_tokens=0)
+    engine.add(request)
+    _, outputs = engine.step()
+    assert outputs.finished == [request] and request.finish_reason is FinishReason.LENGTH
+    assert (request.num_output_tokens, request.num_tokens) == (0, 10)
+    engine.drain()
+
+
 def test_chunks_add_up_to_the_prompt_and_only_the_last_one_samples() -> None:
     engine = Engine(budget=16)
     engine.add(make_request("a", 50, max_tokens=1))
