@@ -15,8 +15,7 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     """x [rows, columns] floating point; dtype torch.int8 or torch.float8_e4m3fn.
 
     Returns (q [rows, columns] of dtype, scales [rows] float32) with x close to q * scales: a row's largest magnitude becomes 127 or
-    448; int8 is rounded to the nearest, ties to even. A row of zeros has
-    scale 0, one with NaN or infinity scale NaN.
+    448; int8 is rounded to the nearest, ties to even. A row of zeros has scale 0, one with NaN or infinity scale NaN.
     """
     if device.on_accelerator(x):
         return device.accelerated("w8a8", "quantize_rows")(x, dtype)
