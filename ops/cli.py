@@ -89,16 +89,11 @@ def engine(config_file: str | None, progress_fd: int | None, **values: Any) -> i
 @cli.command(cls=SettingsCommand, short_help="Run the Celery worker for upkeep alone, on a Redis.")
 @config_option
 @setting_options(("redis", "log"))
-@click.option("--schedule", default="", metavar="FILE", help="where beat keeps its notes; default: a temporary file")
-def worker(config_file: str | None, schedule: str, **values: Any) -> int:
+def worker(config_file: str | None, **values: Any) -> int:
     """Run Celery with beat on the Redis of --redis-url: it ends what dead servers left, expires records and sums usage up."""
-    import tempfile
-
     from ops.roles import run_worker
 
-    resolved = _with_redis(resolve(given(values), os.environ, config_file))
-    with tempfile.TemporaryDirectory(prefix="headrace-") as scratch:
-        return run_worker(resolved, schedule or os.path.join(scratch, "beat-schedule"))
+    return run_worker(_with_redis(resolve(given(values), os.environ, config_file)))
 
 
 for command in (ps, inspect, abort, engines, usage, simulate):

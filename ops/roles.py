@@ -51,8 +51,8 @@ def run_api(resolved: Resolved, descriptor: int | None) -> int:
     return server.run_api(config.api, config.redis, descriptor)
 
 
-def run_worker(resolved: Resolved, schedule: str) -> int:
-    """Run Celery with beat until a signal; returns the exit status. `schedule`: file for beat's own notes."""
+def run_worker(resolved: Resolved) -> int:
+    """Run Celery with beat until a signal; returns the exit status."""
     from celery.apps import worker as celery_worker
     from celery.signals import setup_logging
 
@@ -66,5 +66,5 @@ def run_worker(resolved: Resolved, schedule: str) -> int:
     setup_logging.connect(keep_ours)
     vars(celery_worker)["safe_say"] = lambda message, *_: log.info(message)  # its own writes past all loggers
     warnings.filterwarnings("ignore", "(?s).*superuser privileges")  # which matter where messages are unpickled
-    options = ["--beat", "--pool", "solo", "--schedule", schedule, "--without-gossip", "--without-mingle"]
+    options = ["--beat", "--pool", "solo", "--without-gossip", "--without-mingle"]
     return app.start(["--quiet", "worker", *options]) or 0

@@ -156,10 +156,9 @@ class _Serve:
             yield self._child(command, on_exit=partial(_forget_gauges, environment.get(METRICS_DIRECTORY)))
 
     def _worker(self) -> Child:
-        """Celery: upkeep by beat, later the Batch API. What it does can wait, so its death stops nothing."""
-        arguments = role("worker", "--schedule", str(self._scratch / "beat-schedule"))
+        """Celery: upkeep by beat. What it does can wait, so its death stops nothing."""
         environment = role_environment(self._config, WORKER_SECTIONS, os.environ)
-        return self._child(Command("worker", arguments, environment, stop_timeout=WORKER_STOP_SECONDS, essential=False))
+        return self._child(Command("worker", role("worker"), environment, stop_timeout=WORKER_STOP_SECONDS, essential=False))
 
     def _child(self, command: Command, **watchers: Callable[..., Any]) -> Child:
         return Child(command, on_line=_write_line, **watchers)
