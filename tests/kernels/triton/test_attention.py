@@ -38,7 +38,7 @@ def small_tiles(monkeypatch):
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 64), (8, 1, 20)])
 def test_mixed_batch(device, dtype, small_tiles, heads, kv_heads, head_dim, window):
     # decodes, a whole prompt, chunks with a cached prefix that end inside and at the end of a block
-    case = on_device(make_case([1, 37, 33, 64], [1, 1, 33, 20], heads, kv_heads, head_dim, dtype), device)
+    case = on_device(make_case([1, 37, 32, 65], [1, 1, 32, 20], heads, kv_heads, head_dim, dtype), device)
     out = paged_attention(*case, head_dim**-0.5, window)
     assert out.dtype == dtype
     torch.testing.assert_close(out.float(), expected(case, head_dim**-0.5, window, 0.0), atol=ERROR[dtype], rtol=ERROR[dtype])

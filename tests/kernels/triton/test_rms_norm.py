@@ -16,7 +16,7 @@ def test_rows(device, dtype, hidden):
 
 
 def test_heads_of_a_fused_projection(device, dtype):
-    x, weight = torch.randn(35, 6, 20, device=device).to(dtype)[:, 1:4], torch.randn(20, device=device).to(dtype)
+    x, weight = torch.randn(35, 6, 24, device=device).to(dtype)[:, 1:4, :20], torch.randn(20, device=device).to(dtype)
     out = rms_norm(x, weight, 1e-5)
     assert out.is_contiguous()
     torch.testing.assert_close(out, reference.rms_norm(x, weight, 1e-5), atol=1e-6, rtol=ERROR[dtype])
