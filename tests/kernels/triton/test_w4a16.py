@@ -45,6 +45,20 @@ def test_tiles_of_the_table(device, dtype):
         )
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_parts_add_up(device, dtype, small_tiles, monkeypatch, has_bias):
+    monkeypatch.setattr(w4a16, "MIN_STEPS", 1)
+    assert w4a16._num_parts(3, tiles=3, steps=7) == 7
+    x = torch.randn(3, 7 * 64, device=device).to(dtype)
+    packed = torch.randint(0, 256, (70, 7 * 32), dtype=torch.uint8, device=device)
+    scales = torch.rand(7, 70, device=device) * 0.1
+    bias = torch.randn(70, device=device).to(dtype) if has_bias else None
+    expected = reference.linear_w4a16(x, packed, scales, None, bias)
+    for most in (7, 3):  # parts of the same length, and a shorter last one
+        monkeypatch.setattr(w4a16, "MAX_PARTS", most)
+        torch.testing.assert_close(linear_w4a16(x, packed, scales, None, bias), expected, atol=ERROR[dtype], rtol=1e-3)
+
+
 def test_groups_that_no_step_fits_are_refused(device):
     with pytest.raises(ValueError, match="multiple of 32"):
         linear_w4a16(torch.ones(1, 48), torch.zeros(2, 24, dtype=torch.uint8), torch.ones(2, 2))
