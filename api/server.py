@@ -32,11 +32,11 @@ LAST_WORDS_SECONDS = 5  # for aborted streams to send their end
 WANTED_FILES = 65535  # open connections are open files
 
 
-def run_api(config: ApiConfig, redis_config: RedisConfig, fd: int | None = None) -> int:
+def run_api(config: ApiConfig, redis_config: RedisConfig, listener: socket.socket) -> int:
     """Serve until told to stop; returns the process's exit code: 0 after a signal, 1 when a part of the server died.
 
-    `fd`: an inherited listening socket, which several API processes may share; else `config.host` and `config.port` are bound.
-    78 (EX_CONFIG) tells a supervisor that it will fail again the same way. Raises OSError when the address is taken.
+    `listener` listens already; several API processes may share it. 78 (EX_CONFIG) tells a supervisor that it will fail again the
+    same way.
     """
     try:
         app = create_app(config, redis_config)
@@ -44,27 +44,8 @@ def run_api(config: ApiConfig, redis_config: RedisConfig, fd: int | None = None)
         logger.error("%s", error)
         return os.EX_CONFIG
     _raise_file_limit()
-    listener = _inherited(fd) if fd is not None else listen(config.host, config.port)
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(app, listener))
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _inherited(fd: int) -> socket.socket:
-    return socket.socket(fileno=fd)
 
 
 def _raise_file_limit() -> None:

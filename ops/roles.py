@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import warnings
 from typing import Any
 
@@ -46,9 +47,8 @@ def run_api(resolved: Resolved, descriptor: int | None) -> int:
 
     config = resolved.config
     configure_logging(config.log, "api")
-    if descriptor is None:
-        descriptor = listen.bind(config.api).detach()
-    return server.run_api(config.api, config.redis, descriptor)
+    listener = listen.bind(config.api) if descriptor is None else socket.socket(fileno=descriptor)
+    return server.run_api(config.api, config.redis, listener)
 
 
 def run_worker(resolved: Resolved) -> int:

@@ -53,10 +53,7 @@ class LiveServer:
 
     def start_api(self, *more: str) -> tuple[subprocess.Popen[bytes], str]:
         """An API server on a free port, and its URL."""
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen()
-            listener.set_inheritable(True)
+        with listen() as listener:
             return self.start_api_on(listener, *more), f"http://127.0.0.1:{listener.getsockname()[1]}"
 
     def start_api_on(self, listener: socket.socket, *more: str) -> subprocess.Popen[bytes]:
@@ -107,6 +104,15 @@ class LiveServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.stop()
+
+
+def listen() -> socket.socket:
+    """A listening socket on a free port, for API servers to inherit."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    listener.set_inheritable(True)
+    return listener
 
 
 def sse_events(lines: list[str]) -> list[Any]:
