@@ -1,0 +1,78 @@
+"""A client that does not read: it holds its own output and nothing else, and gets all of it when it reads on."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from http.client import HTTPConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from tests.api.live_server import LiveServer, sse_events
+
+PATH = "/v1/completions"
+CHOICES, TOKENS = 8, 1500
+# About 12 MB of events, far more than the sockets' buffers take.
+LONG = {"prompt": "on and on", "seed": 3, "n": CHOICES, "max_tokens": TOKENS, "ignore_eos": True, "logprobs": 20}
+SHORT = {"prompt": "go", "max_tokens": 50, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+FAST_READERS = 8
+
+
+def stalled(server: LiveServer, request_id: str) -> HTTPConnection:
+    """A stream that was asked for and of which nothing is read."""
+    address = urlsplit(server.url)
+    assert address.hostname and address.port
+    connection = HTTPConnection(address.hostname, address.port, timeout=60)
+    connection.sock = socket.socket()
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.sock.settimeout(60)
+    connection.sock.connect((address.hostname, address.port))
+    body = httpx.Request("POST", server.url, json={**LONG, "stream": True}).content
+    connection.request("POST", PATH, body, {"Content-Type": "application/json", "X-Request-Id": request_id})
+    return connection
+
+
+async def ended(http: httpx.AsyncClient, request_id: str) -> None:
+    deadline = time.monotonic() + 60
+    while (await http.get(f"/v1/requests/{request_id}")).json().get("state") != "ended":
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)  # between looks
+
+
+async def read_fast(http: httpx.AsyncClient) -> int:
+    async with http.stream("POST", PATH, json=SHORT) as answer:
+        events = sse_events([line async for line in answer.aiter_lines()])
+    assert events[-1] == "[DONE]"
+    tokens: int = events[-2]["usage"]["completion_tokens"]
+    return tokens
+
+
+def add_up(events: list[Any]) -> list[tuple[str, list[float]]]:
+    """Text and logprobs of each choice."""
+    texts, logprobs = [""] * CHOICES, [list[float]() for _ in range(CHOICES)]
+    for event in events:
+        for part in event["choices"]:
+            texts[part["index"]] += part["text"]
+            logprobs[part["index"]] += (part["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+    return list(zip(texts, logprobs, strict=True))
+
+
+async def test_a_client_that_stalls_slows_nobody_and_misses_nothing(null_server: LiveServer) -> None:
+    async with httpx.AsyncClient(base_url=null_server.url, timeout=60) as http:
+        connection = stalled(null_server, "stalls")
+        try:
+            await ended(http, "stalls")  # the engine does not wait for the reader
+            tokens = await asyncio.gather(*(read_fast(http) for _ in range(FAST_READERS)))
+            assert tokens == [SHORT["max_tokens"]] * FAST_READERS
+            assert (await http.get("/load")).json() == {"server_load": 1}, "the stalled stream could be sent without being read"
+            payload = await asyncio.to_thread(lambda: connection.getresponse().read().decode())
+        finally:
+            connection.close()
+        whole = (await http.post(PATH, json=LONG)).json()["choices"]
+    events = sse_events(payload.split("\n"))
+    assert events.pop() == "[DONE]"
+    assert add_up(events) == [(choice["text"], choice["logprobs"]["token_logprobs"]) for choice in whole]
+    assert len(events) < CHOICES * TOKENS / 2, "what came while nothing was read comes in few events"
