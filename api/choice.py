@@ -98,6 +98,12 @@ class ChoiceAssembler:
         output.text = "".join(texts)
         return output
 
+    def abort(self) -> ChoiceOutput:
+        """The end where it is: the text that was held back comes with it."""
+        output = ChoiceOutput(self.index, self._matcher.flush() + self._detokenizer.flush())
+        self._end(output, FinishReason.ABORT, None)
+        return output
+
     def _show(self, token_id: int) -> str | StopMatch:
         if token_id in self._hidden_ids:
             return ""

@@ -191,9 +191,10 @@ class Generation:
             await self._streams[prompt].stop(choice, self._assemblers[output.index].num_tokens, output.stop_reason)
 
     def _cut_off(self, index: int) -> ChoiceOutput:
-        """The end of a choice that was aborted here: the engine's word will not come."""
+        """The end of a choice that was aborted here, with the text that was held back: the engine's word will not come."""
+        output = self._assemblers[index].abort()
         self._ended(index, FinishReason.ABORT)
-        return ChoiceOutput(index, finish_reason=FinishReason.ABORT)
+        return ChoiceOutput(index, finish_reason=FinishReason.ABORT) if self.task.score_only else output
 
     def _ended(self, index: int, reason: FinishReason) -> None:
         if index not in self.reasons:

@@ -78,13 +78,11 @@ def test_any_chunking_gives_the_same(tokenizer: TextTokenizer, data: st.DataObje
 
 
 def test_a_stop_string_across_three_tokens_ends_exactly_there(tokenizer: TextTokenizer) -> None:
-    token_ids = [token for word in ("a", "b", "END", "c") for token in tokenizer.encode(word)]
     pieces = [tokenizer.encode(piece)[0] for piece in ("x", "ab", "cd", "ef", "tail")]
     told = assemble(tokenizer, pieces, [1, 2, 3, 4], stop=("bcde",))
     assert told.text == "xa"
     assert told.ends == [(FinishReason.STOP, "bcde")]
     assert told.token_ids == pieces[:4]  # the token that completes it is the last that counts
-    assert token_ids
 
 
 def test_text_behind_the_stop_string_in_the_same_token_is_not_shown(tokenizer: TextTokenizer) -> None:
@@ -96,6 +94,13 @@ def test_text_behind_the_stop_string_in_the_same_token_is_not_shown(tokenizer: T
 def test_held_text_is_shown_at_the_end(tokenizer: TextTokenizer) -> None:
     token_ids = tokenizer.encode("do not ST")
     assert assemble(tokenizer, token_ids, [1, 2, 3], stop=("STOP",)).text == "do not ST"
+
+
+def test_held_text_is_shown_at_an_abort(tokenizer: TextTokenizer) -> None:
+    assembler = ChoiceAssembler(0, tokenizer.detokenizer([40]), ("STOP",))
+    first = assembler.feed(tokenizer.encode("do not ST"))
+    last = assembler.abort()
+    assert (first.text, last.text, last.finish_reason) == ("do not ", "ST", FinishReason.ABORT)
 
 
 def test_the_text_of_a_stop_token_is_hidden_but_counted(tokenizer: TextTokenizer) -> None:
