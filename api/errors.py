@@ -58,13 +58,6 @@ class Unauthorized(ApiError):
     type = "AuthenticationError"
 
 
-class Forbidden(ApiError):
-    """The key is known but does not allow this."""
-
-    status = 403
-    type = "PermissionDeniedError"
-
-
 class NotFound(ApiError):
     """No such model or request."""
 

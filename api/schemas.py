@@ -141,9 +141,6 @@ class TokenizeChatRequest(TemplateFields):
     return_token_strs: bool | None = False
 
 
-TokenizeRequest = TokenizeChatRequest | TokenizeCompletionRequest
-
-
 class DetokenizeRequest(ApiModel):
     model: str | None = None
     tokens: list[TokenId]

@@ -123,10 +123,8 @@ def _cut_at_mark(prompt: str) -> str:
             "continue_final_message is set but the final message does not appear in the chat after applying the chat template.",
             param="continue_final_message",
         )
-    kept_spaces = prompt[place + len(_MARK) :].startswith(
-        " "
-    )  # else the template trims messages, and this one is to end trimmed too
-    return prompt[:place] if kept_spaces else prompt[:place].rstrip()
+    trims = not prompt.startswith(_MARK + " ", place)  # the template does, so the message that goes on is to end trimmed too
+    return prompt[:place].rstrip() if trims else prompt[:place]
 
 
 def _iterates_content(tree: nodes.Template) -> bool:

@@ -39,7 +39,6 @@ class Setting:
     name: str
     type: type  # of one value: bool, int, float or str
     repeatable: bool
-    optional: bool
     default: Any
     help: str
     choices: tuple[str, ...]
@@ -61,8 +60,7 @@ def _settings() -> dict[str, Setting]:
         hints = typing.get_type_hints(section_type)
         for field in dataclasses.fields(section_type):
             hint = hints[field.name]
-            optional = isinstance(hint, types.UnionType)
-            if optional:
+            if isinstance(hint, types.UnionType):
                 hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
             repeatable = typing.get_origin(hint) is list
             if repeatable:
@@ -73,7 +71,6 @@ def _settings() -> dict[str, Setting]:
                 name=field.name,
                 type=hint,
                 repeatable=repeatable,
-                optional=optional,
                 default=default,
                 help=field.metadata["help"],
                 choices=tuple(field.metadata.get("choices", ())),
