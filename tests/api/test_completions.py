@@ -44,14 +44,16 @@ def add_up(events: list[Any], count: int) -> list[dict[str, Any]]:
     return choices
 
 
-MATRIX = list(itertools.product([False, True], [None, 0, 2], [0, 1, 6], [1, 2]))
+MATRIX = [
+    (echo, logprobs, max_tokens, n)
+    for echo, logprobs, max_tokens, n in itertools.product([False, True], [None, 0, 2], [0, 1, 6], [1, 2])
+    if echo or max_tokens  # else refused: nothing would be answered
+]
 
 
 @pytest.mark.parametrize(("echo", "logprobs", "max_tokens", "n"), MATRIX)
 def test_streamed_and_whole_agree(null_server: LiveServer, echo: bool, logprobs: int | None, max_tokens: int, n: int) -> None:
     """Every combination of echo, logprobs, length and n, over two prompts."""
-    if max_tokens == 0 and not echo:
-        return  # refused: nothing would be answered
     fields = {"echo": echo, "logprobs": logprobs, "max_tokens": max_tokens, "n": n}
     prompts = ["Once upon", "a naïve 🚀"]
     whole = ask(null_server, prompts, **fields)
