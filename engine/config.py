@@ -54,7 +54,7 @@ class ApiConfig:
     max_num_queued_reqs: int | None = option(None, "most requests waiting or running for a model; beyond it 503 with Retry-After")
     max_num_queued_tokens: int | None = option(None, "most prompt tokens waiting for a model; beyond it 503 with Retry-After")
     max_request_bytes: int = option(64 * 1024 * 1024, "largest request body in bytes; beyond it 413")
-    sse_keep_alive_interval: float = option(15.0, "seconds of silence after which a stream carries a comment; 0: never")
+    sse_keep_alive_interval: float = option(15.0, "seconds between the comments that keep a stream's connection alive; 0: none")
     allowed_origins: list[str] = option(list, "origins allowed by CORS; repeatable")
     return_tokens_as_token_ids: bool = option(False, "show tokens in logprobs as token_id:N")
     enable_prompt_tokens_details: bool = option(False, "put cached prompt tokens into usage")

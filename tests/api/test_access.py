@@ -86,7 +86,13 @@ async def test_a_full_queue_refuses_all_or_nothing(slow_server: LiveServer) -> N
 
 async def test_comments_keep_a_silent_stream_alive(slow_server: LiveServer) -> None:
     async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as http:
-        body = {"prompt": "x", "max_tokens": 40, "stream": True}
-        async with http.stream("POST", "/v1/completions", json=body) as answer:
-            lines = [line async for line in answer.aiter_lines()]
-    assert ": keep-alive" in lines
+        filling = asyncio.create_task(http.post("/v1/completions", json={"prompt": ["fill"] * 8, "max_tokens": 1500}))
+        while len([r for r in (await http.get("/v1/requests")).json()["data"] if r["state"] == "running"]) < 8:
+            await asyncio.sleep(0.01)  # until all slots are taken
+        async with http.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 40, "stream": True}) as answer:
+            lines = answer.aiter_lines()
+            assert [await anext(lines) for _ in range(4)] == [": keep-alive", ""] * 2, "it waits, and says so"
+        filling.cancel()
+        await asyncio.gather(filling, return_exceptions=True)
+        while (await http.get("/v1/requests")).json()["data"]:
+            await asyncio.sleep(0.01)  # until the disconnect has reached the engine
