@@ -33,7 +33,6 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import kernels.triton
-from kernels.triton.chip import ahead_of_time
 from kernels.triton.variant import ALL_CHIPS, Variant
 
 # Bytes of shared memory that one block may use (CUDA C++ Programming Guide, technical specifications per compute capability).
@@ -90,19 +89,15 @@ def operations() -> dict[str, list[Variant]]:
     return found
 
 
-def record(variant: Variant, chip: int) -> list[Launch]:
-    """The launches that the variant's example makes on the chip."""
+def record(variant: Variant) -> list[Launch]:
+    """The launches that the variant's example makes."""
     launches = []
 
     def note(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
         launches.append(Launch(kernel, arguments, keywords))
 
-    token = ahead_of_time.set(chip)
-    try:
-        with mock.patch.object(JITFunction, "run", note):
-            variant.example(**variant.arguments)
-    finally:
-        ahead_of_time.reset(token)
+    with mock.patch.object(JITFunction, "run", note):
+        variant.example(**variant.arguments)
     if not launches:
         raise ValueError(f"variant {variant.name!r} launches no kernel")
     return launches
@@ -124,7 +119,7 @@ def compile_launch(launch: Launch, chip: int) -> Any:
 def compile_variant(operation: str, variant: Variant, chip: int) -> Iterator[Compiled]:
     """Each kernel that the variant launches, compiled; kernels launched twice in the same way once."""
     names = set()
-    for launch in record(variant, chip):
+    for launch in record(variant):
         name = launch.kernel.__name__.removeprefix("_").removesuffix("_kernel")
         compiled = compile_launch(launch, chip)
         if compiled.hash in names:
