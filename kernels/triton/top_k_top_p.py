@@ -81,14 +81,17 @@ def _top_k_top_p_kernel(logits, candidates, top_k, top_p, vocab, logits_row, can
         lightest = ((1.0 - p) / vocab * total * 0.999).to(tl.float32)
     floor = _float(low)
     height = tl.zeros([BLOCK], tl.int32)
+    lane_lowest = lane_highest
     for first in range(0, vocab, BLOCK):
         token = first + lane
         logit = tl.load(logits + token, mask=token < vocab, other=float("-inf"))
         chosen = (token < vocab) & (logit >= floor) & (_weights(logit, highest) >= lightest)
         tl.store(candidates + height * BLOCK + lane, logit, mask=chosen)
         height += chosen.to(tl.int32)
+        lane_lowest = tl.where(chosen, tl.minimum(lane_lowest, logit), lane_lowest)
     tl.debug_barrier()
     steps = tl.max(height, 0)
+    low = _ordered(tl.min(tl.where(height > 0, lane_lowest, highest), 0))
 
     if by_count:
         low = _threshold(candidates, height, steps, low, top, k.to(tl.float64), highest, False, BLOCK)
@@ -121,22 +124,26 @@ def _threshold(candidates, height, steps, low, high, limit, highest, WEIGHTED: t
     lane = tl.arange(0, BLOCK)
     low = low.to(tl.int64)
     high = high.to(tl.int64)
+    nothing = tl.zeros([BLOCK], tl.float64 if WEIGHTED else tl.int32)
     while low < high:
         quarter = (high - low + 3) // 4
         pivot1 = low + quarter
         pivot2 = tl.minimum(low + 2 * quarter, high)
         pivot3 = tl.minimum(low + 3 * quarter, high)
-        mass1 = tl.zeros([BLOCK], tl.float64 if WEIGHTED else tl.int32)
-        mass2 = mass1
-        mass3 = mass1
+        logit1 = _float(pivot1)
+        logit2 = _float(pivot2)
+        logit3 = _float(pivot3)
+        mass1 = nothing
+        mass2 = nothing
+        mass3 = nothing
         for step in range(0, steps):
             logit = tl.load(candidates + step * BLOCK + lane, mask=step < height, other=float("-inf"))
             weight = (step < height).to(tl.int32)
             if WEIGHTED:
                 weight = tl.where(step < height, _weights(logit, highest), 0.0).to(tl.float64)
-            mass1 += tl.where(logit >= _float(pivot1), weight, 0)
-            mass2 += tl.where(logit >= _float(pivot2), weight, 0)
-            mass3 += tl.where(logit >= _float(pivot3), weight, 0)
+            mass1 += tl.where(logit >= logit1, weight, 0)
+            mass2 += tl.where(logit >= logit2, weight, 0)
+            mass3 += tl.where(logit >= logit3, weight, 0)
         reached1 = tl.sum(mass1, 0) >= limit
         reached2 = tl.sum(mass2, 0) >= limit
         reached3 = tl.sum(mass3, 0) >= limit

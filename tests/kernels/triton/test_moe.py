@@ -7,7 +7,7 @@ from kernels import reference
 from kernels.triton import moe
 from kernels.triton.moe import Tile, align_pairs, fused_experts
 
-ERROR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+ERROR = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture
