@@ -9,7 +9,7 @@ from typing import Any
 
 from engine import keys
 from engine.protocol import EngineCoreRequest, encode
-from engine.scripts import Argument, Call, epoch, script
+from engine.scripts import Argument, Call, epoch, flat, script
 
 MEMORY_SHARE = 0.8  # of maxmemory, beyond which nothing new is admitted
 MAX_EXACT = 2**53  # Lua's numbers are doubles
@@ -81,25 +81,7 @@ def enqueue(
     for request in requests:
         if not 0 <= request.handle < MAX_EXACT:
             raise ValueError(f"handle {request.handle} does not fit 53 bits")
-        fields: dict[str, str | int] = {
-            "id": request.request_id,
-            "external_id": facts.external_id,
-            "state": "queued",
-            "client": request.client,
-            "handle": request.handle,
-            "tenant": request.tenant,
-            "model": facts.model or model,
-            "endpoint": facts.endpoint,
-            "stream": int(facts.stream),
-            "priority": request.priority,
-            "prompt_tokens": len(request.prompt_token_ids) // 4,
-            "max_tokens": request.sampling.max_tokens,
-            "n": request.sampling.n,
-            "enqueued": now,
-        }
-        arguments += [request.request_id, encode(request), 2 * len(fields)]
-        for name, value in fields.items():
-            arguments += [name, value]
+        arguments += [request.request_id, encode(request), *flat(_first_fields(request, facts, model, now))]
 
     def decode(answer: list[Any]) -> Enqueued | Refused:
         if answer[0] == b"ok":
@@ -113,3 +95,23 @@ def enqueue(
         keys=(*keys.ledger(model), keys.slots(model), keys.slot(model)),
         arguments=tuple(arguments),
     )
+
+
+def _first_fields(request: EngineCoreRequest, facts: RequestFacts, model: str, now: str) -> dict[str, Argument]:
+    """The record of a request as it comes."""
+    return {
+        "id": request.request_id,
+        "external_id": facts.external_id,
+        "state": "queued",
+        "client": request.client,
+        "handle": request.handle,
+        "tenant": request.tenant,
+        "model": facts.model or model,
+        "endpoint": facts.endpoint,
+        "stream": int(facts.stream),
+        "priority": request.priority,
+        "prompt_tokens": len(request.prompt_token_ids) // 4,
+        "max_tokens": request.sampling.max_tokens,
+        "n": request.sampling.n,
+        "enqueued": now,
+    }

@@ -12,12 +12,13 @@ from engine import keys
 from engine.control import COMMANDS_KEPT, CONTROL_TTL
 from engine.protocol import Abort, FinishReason, encode
 from engine.records import RecordView, parse_fields, parse_record
-from engine.scripts import Argument, Call, epoch, milliseconds, script
+from engine.scripts import Argument, Call, epoch, flat, milliseconds, script
 
 RECORD_RETENTION = 3600.0  # seconds that the record of an ended request is kept
 TOMBSTONE_TTL = 600.0  # seconds that an abort waits for a request that it overtook
 JOURNAL_STEPS = 4096  # kept of an engine's journal, about
 JOURNAL_TTL = 600.0  # seconds that a journal outlives its engine
+BURY_BATCH = 128  # pending entries looked at in one script: Redis answers nobody else meanwhile
 
 
 class Taken(NamedTuple):
@@ -50,7 +51,7 @@ def reject(model: str, slot: str, incarnation: int, entry: str, error: str, rete
         milliseconds(retention),
         keys.client_channel(),
     )
-    return Call(bool, script("reject", "ledger", without_memory=True), (*keys.ledger(model), keys.slot(model, slot)), arguments)
+    return Call(bool, script("reject", "ledger"), (*keys.ledger(model), keys.slot(model, slot)), arguments)
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,7 @@ class EndedRequest:
     output_tokens: int  # summed over choices
     cached_tokens: int = 0
     error: str | None = None
-    fields: Mapping[str, str] = field(
-        default_factory=dict
-    )  # further record fields: scheduled, first_token, last_token, preemptions
+    fields: Mapping[str, str] = field(default_factory=dict)  # further ones of the record: scheduled, first_token, ...
 
 
 def flush(
@@ -101,22 +100,9 @@ def flush(
     for client, payload in messages:
         arguments += [client, payload]
     for request_id, fields in started:
-        arguments += [request_id, 2 * len(fields)]
-        for name, value in fields.items():
-            arguments += [name, value]
+        arguments += [request_id, *flat(fields)]
     for request in ended:
-        facts: dict[str, str | bytes | int] = {
-            "reason": str(request.reason),
-            "output_tokens": request.output_tokens,
-            "cached_tokens": request.cached_tokens,
-            "output": request.output,
-            **request.fields,
-        }
-        if request.error is not None:
-            facts["error"] = request.error
-        arguments += [request.request_id, 2 * len(facts)]
-        for name, fact in facts.items():
-            arguments += [name, fact]
+        arguments += [request.request_id, *flat(_last_fields(request))]
     for channel, payload in notices:
         arguments += [channel, payload]
     return Call(
@@ -125,6 +111,19 @@ def flush(
         keys=(*keys.ledger(model), keys.slot(model, slot), keys.journal(model, slot, incarnation)),
         arguments=tuple(arguments),
     )
+
+
+def _last_fields(request: EndedRequest) -> dict[str, Argument]:
+    """What the end of a request puts into its record."""
+    error: dict[str, Argument] = {} if request.error is None else {"error": request.error}
+    return {
+        "reason": str(request.reason),
+        "output_tokens": request.output_tokens,
+        "cached_tokens": request.cached_tokens,
+        "output": request.output,
+        **request.fields,
+        **error,
+    }
 
 
 @dataclass(frozen=True)
@@ -161,10 +160,7 @@ def finish(
     def decode(answer: list[Any]) -> FinishOutcome:
         return FinishOutcome(answer[0].decode(), parse_record(parse_fields(answer[1])))
 
-    return Call(decode, script("finish", "ledger", without_memory=True), (*keys.ledger(model), keys.control(model)), arguments)
-
-
-BURY_BATCH = 128  # pending entries looked at in one script: Redis answers nobody else meanwhile
+    return Call(decode, script("finish", "ledger"), (*keys.ledger(model), keys.control(model)), arguments)
 
 
 def bury(model: str, slot: str, incarnation: int, error: str, retention: float = RECORD_RETENTION) -> Call[int]:
@@ -190,6 +186,6 @@ def bury(model: str, slot: str, incarnation: int, error: str, retention: float =
             keys.consumer(slot),
             keys.client_channel(),
         )
-        return Call(decode, script("bury", "ledger", without_memory=True), (*keys.ledger(model), keys.slot(model, slot)), arguments)
+        return Call(decode, script("bury", "ledger"), (*keys.ledger(model), keys.slot(model, slot)), arguments)
 
     return batch("-", 0)

@@ -48,7 +48,7 @@ def beat(model: str, slot: str, incarnation: int, info: EngineInfo, ttl: float =
     """The heartbeat: every BEAT_INTERVAL, from a loop that makes progress. Raises Fenced."""
     return Call(
         lambda _: None,
-        script("beat", without_memory=True),
+        script("beat"),
         (keys.slot(model, slot), keys.slot_info(model, slot)),
         (incarnation, milliseconds(ttl), encode(info)),
     )
@@ -56,7 +56,7 @@ def beat(model: str, slot: str, incarnation: int, info: EngineInfo, ttl: float =
 
 def release_slot(model: str, slot: str, incarnation: int) -> Call[bool]:
     """Give the slot back. False: it was not held by this incarnation any more."""
-    return Call(bool, script("release", without_memory=True), (keys.slot(model, slot), keys.slot_info(model, slot)), (incarnation,))
+    return Call(bool, script("release"), (keys.slot(model, slot), keys.slot_info(model, slot)), (incarnation,))
 
 
 def models() -> Call[list[str]]:

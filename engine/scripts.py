@@ -7,9 +7,10 @@ on the way, the bus sends the same call again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +20,9 @@ Argument = str | bytes | int | float
 Command = tuple[Argument, ...]
 
 LUA = Path(__file__).parent / "lua"
+WITHOUT_MEMORY = frozenset(
+    {"beat", "bury", "finish", "reject", "release"}
+)  # they keep somebody alive, or end something and free more
 
 
 class BusUnavailable(Exception):
@@ -39,6 +43,11 @@ def epoch(timestamp: float) -> str:
     return f"{timestamp:.6f}"
 
 
+def flat(fields: Mapping[str, Argument]) -> list[Argument]:
+    """The fields of a hash as scripts take them: the number of names and values, then these."""
+    return [2 * len(fields), *chain.from_iterable(fields.items())]
+
+
 @dataclass(frozen=True)
 class Script:
     name: str
@@ -47,15 +56,15 @@ class Script:
 
 
 @cache
-def script(name: str, *libraries: str, without_memory: bool = False) -> Script:
+def script(name: str, *libraries: str) -> Script:
     """The script `lua/<name>.lua` behind the libraries that it names.
 
     The `#!lua` line makes Redis refuse the whole script when it is out of memory, where it would else fail at its first write that
-    needs memory: half done. `without_memory`: it runs even then, because it keeps somebody alive, or ends something and so frees
-    more than it takes.
+    needs memory: half done. Those of WITHOUT_MEMORY run even then.
     """
     parts = [(LUA / f"{part}.lua").read_text(encoding="utf-8") for part in (*libraries, name)]
-    source = ("#!lua flags=allow-oom\n" if without_memory else "#!lua\n") + "\n".join(parts)
+    flags = " flags=allow-oom" if name in WITHOUT_MEMORY else ""
+    source = "\n".join((f"#!lua{flags}", *parts))
     return Script(name, source, hashlib.sha1(source.encode()).hexdigest())
 
 
