@@ -1,4 +1,5 @@
-"""Every call on the bus by one name: `calls.enqueue`, `calls.take`, ... A call is a value; a Bus or an AsyncBus runs it.
+"""The calls of API servers, engines and operators by one name: `calls.enqueue`, `calls.take`, ... A call is a value; a Bus or an
+AsyncBus runs it. What only upkeep asks for is in engine/upkeep.py and engine/usage.py.
 
 Each one that changes state is one script or one transaction, and safe to send twice.
 """

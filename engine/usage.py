@@ -8,13 +8,14 @@ from datetime import date, timedelta
 from typing import Any
 
 from engine import keys
+from engine.protocol import FinishReason
 from engine.records import parse_fields
 from engine.scripts import Call, Command, milliseconds, script
 
 ROLL_BATCH = 500  # lines in one script: Redis answers nobody else meanwhile
 DAYS_KEPT = 400
 _EPOCH = date(1970, 1, 1)
-_REASONS = ("stop", "length", "abort", "error")
+_REASONS = frozenset(map(str, FinishReason))
 
 
 @dataclass
@@ -25,7 +26,7 @@ class UsageTotals:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt tokens, those that the prefix cache answered
     output_tokens: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)  # FinishReason's name in lower case -> requests
+    reasons: dict[str, int] = field(default_factory=dict)  # str(FinishReason) -> requests
 
 
 def roll_usage(model: str, most: int = 100 * ROLL_BATCH) -> Call[int]:

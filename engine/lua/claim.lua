@@ -9,6 +9,7 @@
 
 local SLOTS, LAST, SLOT, CLAIM = unpack(KEYS)
 local nonce, ttl = unpack(ARGV)
+local CLAIM_TTL = 600000 -- ms
 
 local function new_incarnation()
   local time = redis.call('TIME')
@@ -28,6 +29,6 @@ while true do
 end
 local incarnation = new_incarnation()
 redis.call('SET', SLOT .. number, incarnation, 'PX', ttl)
-redis.call('SET', CLAIM .. number, nonce, 'PX', 600000)
+redis.call('SET', CLAIM .. number, nonce, 'PX', CLAIM_TTL)
 redis.call('SADD', SLOTS, number)
 return {tostring(number), incarnation}

@@ -9,6 +9,7 @@
 -- Sent twice (the answer was lost): the nonce is that of the last take, whose entries are answered again.
 
 local SLOT, TAKEN = KEYS[10], KEYS[11]
+local TAKEN_TTL, LOST_RETENTION = 600000, 3600000 -- ms
 local slot, incarnation, count, nonce, now, consumer = unpack(ARGV)
 
 if fenced(SLOT, incarnation) then return redis.error_reply(FENCED) end
@@ -30,7 +31,7 @@ local function claim(member)
   local claimed = redis.call('XCLAIM', REQUESTS, GROUP, consumer, 0, entry, 'FORCE')
   if #claimed == 0 or not claimed[1] then
     local lost = find_by_entry(entry)
-    if lost then end_request(lost, {'reason', 'error', 'error', 'the entry of the request is gone'}, now, 3600000) end
+    if lost then end_request(lost, {'reason', 'error', 'error', 'the entry of the request is gone'}, now, LOST_RETENTION) end
     return nil
   end
   local id = field_of(claimed[1][2], 'id')
@@ -51,6 +52,6 @@ for i = 1, #popped, 2 do
 end
 if #answer > 0 then
   redis.call('HSET', TAKEN, 'nonce', nonce, 'entries', table.concat(entries, ' '))
-  redis.call('PEXPIRE', TAKEN, 600000)
+  redis.call('PEXPIRE', TAKEN, TAKEN_TTL)
 end
 return answer
