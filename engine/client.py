@@ -95,8 +95,9 @@ class AsyncClient:
         if self._errands:
             await asyncio.wait(self._errands, timeout=2.0)
         await _cancel(self._tasks | self._errands)
-        with contextlib.suppress(BusUnavailable):
-            await self._bus.run(calls.release_api(self.incarnation))
+        if self.incarnation:
+            with contextlib.suppress(BusUnavailable):
+                await self._bus.run(calls.release_api(self.incarnation))
 
     # Requests
 
