@@ -1,11 +1,11 @@
-"""Probes: /live (the process), /ready (give it traffic), /health (the models), and what goes with them. None asks for a key."""
+"""Probes: /live (the process), /ready (give it traffic), /health (the models), and what goes with them."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.errors import REDIS_AWAY, ApiError, ServiceUnavailable
+from api.errors import REDIS_AWAY, ServiceUnavailable
 from api.service import Service, service_of
 from api.version import VERSION
 
@@ -50,16 +50,9 @@ async def version() -> dict[str, str]:
 
 def _check(service: Service) -> None:
     """Raises ServiceUnavailable with the reason. Life of an engine is its heartbeat, which its loop sends only while it gets on."""
-    problem = _problem(service)
-    if problem is not None:
-        raise problem
-
-
-def _problem(service: Service) -> ApiError | None:
     if not service.connected:
-        return ServiceUnavailable(REDIS_AWAY)
+        raise ServiceUnavailable(REDIS_AWAY)
     if missing := service.models.missing(service.client):
-        return ServiceUnavailable(f"No live engine for {', '.join(missing)}.")
+        raise ServiceUnavailable(f"No live engine for {', '.join(missing)}.")
     if not service.models.names(service.client):
-        return ServiceUnavailable("No live engine.")
-    return None
+        raise ServiceUnavailable("No live engine.")
