@@ -1,74 +1,19 @@
-"""How a generation becomes an HTTP answer, streamed or whole. The endpoints say what it looks like (`AnswerFormat`)."""
+"""How a generation becomes an HTTP answer, streamed or whole. What it looks like its `AnswerFormat` says."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.choice import ChoiceOutput, TokenLogprobs
+from api.format import AnswerFormat, WholeChoice
 from api.generation import Generation
-from api.schemas import SamplingFields
 from api.sse import GenerationStream
-from engine.config import ApiConfig
-from engine.protocol import FinishReason
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what access logs and metrics show
-
-
-@dataclass(slots=True)
-class WholeChoice:
-    """All outputs of one choice, put together."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(frozen=True)
-class UsageOptions:
-    """`at_end`: a last chunk with the usage; `continuous`: usage in every chunk; `details`: cached tokens too."""
-
-    at_end: bool = False
-    continuous: bool = False
-    details: bool = False
-
-    @classmethod
-    def of(cls, request: SamplingFields, config: ApiConfig) -> UsageOptions:
-        details = config.enable_prompt_tokens_details
-        if config.enable_force_include_usage:
-            return cls(True, True, details)
-        options = request.stream_options
-        if options is None or not options.include_usage:
-            return cls(details=details)
-        return cls(True, options.continuous_usage_stats, details)
-
-
-class AnswerFormat(Protocol):
-    """The look of one endpoint's answer."""
-
-    def opening(self) -> Iterator[bytes]:
-        """Chunks before the first output."""
-        ...
-
-    def chunks(self, output: ChoiceOutput) -> Iterator[bytes]:
-        """Chunks of one output."""
-        ...
-
-    def closing(self) -> Iterator[bytes]:
-        """Chunks behind the last output."""
-        ...
-
-    def whole(self, choices: list[WholeChoice]) -> bytes:
-        """The answer in one piece, JSON."""
-        ...
 
 
 async def answer(

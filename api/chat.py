@@ -8,21 +8,21 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.answer import UsageOptions, WholeChoice, answer
+from api.answer import answer
 from api.choice import ChoiceOutput
 from api.errors import BadRequest
+from api.format import AnswerFormat, WholeChoice
 from api.generation import Generation, Task
-from api.logprobs import LogprobsFormatter
 from api.prompts import Prompt, Truncation, check_truncation, render_chat, tokenize_text
 from api.refusals import check_chat
 from api.sampling import OutputBudget, check_budget, check_logprobs, default_max_tokens, make_sampling_params, stop_strings
 from api.schemas import ChatCompletionRequest
 from api.served import ServedModel
 from api.service import Service, service_of
-from api.sse import ChunkFrame, encode_json
+from api.sse import encode_json
 from api.submit import admit, answer_headers, submit
 from api.template import ChatTemplate
-from api.version import system_fingerprint
+from engine.config import ApiConfig
 
 router = APIRouter()
 ROLE = "assistant"
@@ -36,7 +36,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     model = await service.models.resolve(service.client, body.model)
     task = await service.models.in_thread(_make_task, body, model, service)
     generation = await submit(request, task, body.request_id)
-    format = ChatFormat(body, generation, service)
+    format = ChatFormat(body, generation, service.config)
     return await answer(request, generation, format, answer_headers(generation), service.config.sse_keep_alive_interval)
 
 
@@ -87,25 +87,15 @@ def _make_prompt(body: ChatCompletionRequest, model: ServedModel, service: Servi
     return tokenize_text(text, model.tokenizer, model.limits, body.add_special_tokens, truncation)
 
 
-class ChatFormat:
+class ChatFormat(AnswerFormat):
     """Chunks and whole answers of chat completions."""
 
-    def __init__(self, body: ChatCompletionRequest, generation: Generation, service: Service) -> None:
-        task = generation.task
+    def __init__(self, body: ChatCompletionRequest, generation: Generation, config: ApiConfig) -> None:
+        super().__init__(body, generation, config, "chatcmpl", "chat.completion.chunk")
         self._body = body
-        self._generation = generation
-        self._task = task
-        self._usage = UsageOptions.of(body, service.config)
-        as_ids = body.return_tokens_as_token_ids
-        self._logprobs = LogprobsFormatter(
-            task.model.tokenizer, service.config.return_tokens_as_token_ids if as_ids is None else as_ids
-        )
         self._num_top = body.top_logprobs or 0
         self._role = ROLE if body.add_generation_prompt else body.messages[-1].role
         self._echo = _echoed(body, self._role) if body.echo else ""
-        self._fingerprint = system_fingerprint(task.model.fingerprint)
-        self._id = f"chatcmpl-{generation.external_id}"
-        self._frame = ChunkFrame(self._id, "chat.completion.chunk", generation.created, task.model.name)
 
     def opening(self) -> Iterator[bytes]:
         for index in range(self._task.num_choices):
@@ -131,8 +121,7 @@ class ChatFormat:
                 "finish_reason": str(output.finish_reason),
                 "stop_reason": output.stop_reason,
             }
-            more: dict[str, Any] = {} if self._usage.at_end else {"system_fingerprint": self._fingerprint}
-            yield self._chunk(output.index, encode_json(choice), **more)
+            yield self._last_chunk(output.index, encode_json(choice))
 
     def _text(self, output: ChoiceOutput) -> bytes:
         if not self._body.logprobs and not self._body.return_token_ids:
@@ -152,16 +141,6 @@ class ChatFormat:
         choice = encode_json({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
         return self._chunk(index, choice, **more)
 
-    def _chunk(self, index: int, choice: bytes, **more: Any) -> bytes:
-        if self._usage.continuous:
-            more["usage"] = self._generation.usage_of(index).as_json()
-        return self._frame.chunk(choice, **more)
-
-    def closing(self) -> Iterator[bytes]:
-        if self._usage.at_end:
-            usage = self._generation.usage.as_json(self._usage.details)
-            yield self._frame.chunk(b"", usage=usage, system_fingerprint=self._fingerprint)
-
     def whole(self, choices: list[WholeChoice]) -> bytes:
         body, generation, prompt = self._body, self._generation, self._task.prompts[0]
         prompt_logprobs = (
@@ -175,7 +154,7 @@ class ChatFormat:
             "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
             "service_tier": None,
             "system_fingerprint": self._fingerprint,
-            "usage": generation.usage.as_json(self._usage.details),
+            "usage": self._whole_usage(),
             "prompt_logprobs": prompt_logprobs,
             "prompt_token_ids": prompt.token_ids if body.return_token_ids else None,
         }

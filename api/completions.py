@@ -8,19 +8,19 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.answer import UsageOptions, WholeChoice, answer
+from api.answer import answer
 from api.choice import ChoiceOutput, TokenLogprobs
+from api.format import AnswerFormat, WholeChoice
 from api.generation import Generation, Task
-from api.logprobs import LogprobsFormatter
 from api.prompts import Prompt, Truncation, check_truncation, checked, completion_prompts, tokenize_text
 from api.refusals import check_completion
 from api.sampling import OutputBudget, check_budget, default_max_tokens, make_sampling_params, stop_strings
 from api.schemas import CompletionRequest
 from api.served import ServedModel
-from api.service import Service, service_of
-from api.sse import ChunkFrame, encode_json
+from api.service import service_of
+from api.sse import encode_json
 from api.submit import admit, answer_headers, submit
-from api.version import system_fingerprint
+from engine.config import ApiConfig
 from engine.protocol import SamplingParams
 
 router = APIRouter()
@@ -34,7 +34,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     model = await service.models.resolve(service.client, body.model)
     task = await service.models.in_thread(_make_task, body, model)
     generation = await submit(request, task, body.request_id)
-    format = CompletionFormat(body, generation, service)
+    format = CompletionFormat(body, generation, service.config)
     return await answer(request, generation, format, answer_headers(generation), service.config.sse_keep_alive_interval)
 
 
@@ -85,23 +85,13 @@ def _sampling(body: CompletionRequest, model: ServedModel, prompts: list[Prompt]
     return sampling
 
 
-class CompletionFormat:
+class CompletionFormat(AnswerFormat):
     """Chunks and whole answers of text completions."""
 
-    def __init__(self, body: CompletionRequest, generation: Generation, service: Service) -> None:
-        task = generation.task
+    def __init__(self, body: CompletionRequest, generation: Generation, config: ApiConfig) -> None:
+        super().__init__(body, generation, config, "cmpl", "text_completion")
         self._body = body
-        self._generation = generation
-        self._task = task
-        self._usage = UsageOptions.of(body, service.config)
-        as_ids = body.return_tokens_as_token_ids
-        self._logprobs = LogprobsFormatter(
-            task.model.tokenizer, service.config.return_tokens_as_token_ids if as_ids is None else as_ids
-        )
-        self._fingerprint = system_fingerprint(task.model.fingerprint)
-        self._id = f"cmpl-{generation.external_id}"
-        self._frame = ChunkFrame(self._id, "text_completion", generation.created, task.model.name)
-        self._begun = [False] * task.num_choices
+        self._begun = [False] * self._task.num_choices
         self._plain = body.logprobs is None and not body.return_token_ids
 
     # Streamed
@@ -120,8 +110,7 @@ class CompletionFormat:
         elif output.text or output.token_ids or first:
             yield self._chunk(output.index, encode_json(self._choice(output, first)))
         if output.finish_reason is not None:
-            more = {} if self._usage.at_end else {"system_fingerprint": self._fingerprint}
-            yield self._chunk(output.index, encode_json(_last_choice(output)), **more)
+            yield self._last_chunk(output.index, encode_json(_last_choice(output)))
 
     def _choice(self, output: ChoiceOutput, first: bool) -> dict[str, Any]:
         body, prompt = self._body, output.index // self._task.n
@@ -138,16 +127,6 @@ class CompletionFormat:
                 choice["prompt_token_ids"] = self._task.prompts[prompt].token_ids
         return choice
 
-    def _chunk(self, index: int, choice: bytes, **more: Any) -> bytes:
-        if self._usage.continuous:
-            more["usage"] = self._generation.usage_of(index).as_json()
-        return self._frame.chunk(choice, **more)
-
-    def closing(self) -> Iterator[bytes]:
-        if self._usage.at_end:
-            usage = self._generation.usage.as_json(self._usage.details)
-            yield self._frame.chunk(b"", usage=usage, system_fingerprint=self._fingerprint)
-
     # Whole
 
     def whole(self, choices: list[WholeChoice]) -> bytes:
@@ -160,7 +139,7 @@ class CompletionFormat:
                 "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
                 "service_tier": None,
                 "system_fingerprint": self._fingerprint,
-                "usage": self._generation.usage.as_json(self._usage.details),
+                "usage": self._whole_usage(),
             }
         )
 
