@@ -97,6 +97,7 @@ class Serving:
         deadline = time.monotonic() + timeout
         while not (found := self.children(role)):
             assert time.monotonic() < deadline, f"no {role} runs:\n{self.log}"
+            time.sleep(0.01)  # between looks at the process table
         (only,) = found
         return only
 

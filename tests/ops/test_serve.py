@@ -54,6 +54,7 @@ def wait_for_health(server: Serving, status: int, seconds: float = 20.0) -> None
     deadline = time.monotonic() + seconds
     while httpx.get(f"{server.url}/health", timeout=5).status_code != status:
         assert time.monotonic() < deadline, f"/health does not turn {status}:\n{server.log}"
+        time.sleep(0.02)  # between looks
 
 
 def wait_for_blocks(server: Serving, free: bool, seconds: float) -> None:
@@ -214,6 +215,7 @@ def test_a_stop_during_the_load_is_obeyed(null_model: tuple[str, ...], tmp_path:
         engine = server.child("engine")
         while not engine.children():
             assert engine.is_running()
+            time.sleep(0.01)  # between looks at the process table
         family = server.family()
         began = time.monotonic()
         assert server.stop() == 0
