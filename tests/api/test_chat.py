@@ -101,6 +101,7 @@ def test_without_usage_the_fingerprint_is_in_the_last_chunk(null_server: LiveSer
         {"stop": ["e"]},
         {"stop": ["a", "st", "o"], "include_stop_str_in_output": True, "n": 4, "max_tokens": 40},
         {"stop": ["e"], "min_tokens": 6, "logprobs": True},
+        {"stop": ["a", "in"], "n": 4, "logprobs": True, "top_logprobs": 2, "return_token_ids": True, "max_tokens": 40},
         {"return_tokens_as_token_ids": True, "logprobs": True},
         {"continue_final_message": True, "add_generation_prompt": False, "echo": True},
     ],

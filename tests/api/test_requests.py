@@ -72,6 +72,18 @@ async def test_what_is_told_of_a_request(slow_server: LiveServer) -> None:
         assert "on and on" not in str(request)
 
 
+async def test_the_record_counts_what_the_answer_counts(slow_server: LiveServer) -> None:
+    """Three choices that stop strings end, each at a place of its own: the engine is told where, and cuts there."""
+    async with client(slow_server, "alice") as http:
+        body = {"prompt": "count", "n": 3, "seed": 5, "max_tokens": 1500, "stop": ["er", "an"], "logprobs": 1}
+        answer = (await http.post("/v1/completions", json=body, headers={"X-Request-Id": "counted"})).json()
+        record = (await http.get("/v1/requests/counted")).json()
+    counts = [len(choice["logprobs"]["tokens"]) for choice in answer["choices"]]
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"} and len(set(counts)) > 1
+    assert record["output_tokens"] == answer["usage"]["completion_tokens"] == sum(counts)
+    assert record["finish_reason"] == "stop"
+
+
 @pytest.mark.parametrize(("method", "suffix"), [("POST", "/cancel"), ("DELETE", "")])
 async def test_an_abort_answers_with_what_was_made(slow_server: LiveServer, method: str, suffix: str) -> None:
     async with running(slow_server, "alice", f"abort-{method}") as (internal, reading):
