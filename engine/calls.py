@@ -27,7 +27,6 @@ from engine.ledger import finish as finish
 from engine.ledger import flush as flush
 from engine.ledger import reject as reject
 from engine.ledger import take as take
-from engine.liveness import ApiServer as ApiServer
 from engine.liveness import ClaimedSlot as ClaimedSlot
 from engine.liveness import DeadEngine as DeadEngine
 from engine.liveness import DeathWatch as DeathWatch
@@ -37,7 +36,6 @@ from engine.liveness import beat as beat
 from engine.liveness import beat_api as beat_api
 from engine.liveness import claim_slot as claim_slot
 from engine.liveness import engines as engines
-from engine.liveness import live_apis as live_apis
 from engine.liveness import models as models
 from engine.liveness import observe as observe
 from engine.liveness import release_api as release_api

@@ -164,7 +164,7 @@ def models() -> str:
 
 
 def api(incarnation: str) -> str:
-    """String with a time to live: a living API server, with what it says of itself."""
+    """String with a time to live, empty: a living API server."""
     return f"headrace:api:{{{incarnation}}}"
 
 

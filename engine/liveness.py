@@ -80,12 +80,7 @@ def engines(model: str) -> Call[list[EngineInfo]]:
 # API servers.
 
 
-class ApiServer(NamedTuple):
-    incarnation: str
-    info: bytes
-
-
-def announce_api(info: bytes = b"", ttl: float = API_TTL) -> Call[str]:
+def announce_api(ttl: float = API_TTL) -> Call[str]:
     """A new API server incarnation, known to Redis from now on; the name of its channel and of its heartbeat."""
 
     def choose(answers: list[Any]) -> Call[str]:
@@ -93,10 +88,10 @@ def announce_api(info: bytes = b"", ttl: float = API_TTL) -> Call[str]:
         incarnation = str(seconds * 1_000_000 + microseconds)
 
         def chosen(results: list[Any]) -> str | Call[str]:
-            return incarnation if results[0] is not None else announce_api(info, ttl)
+            return incarnation if results[0] is not None else announce_api(ttl)
 
         commands = (
-            ("SET", keys.api(incarnation), info, "NX", "PX", milliseconds(ttl)),
+            ("SET", keys.api(incarnation), b"", "NX", "PX", milliseconds(ttl)),
             ("ZADD", keys.apis(), seconds, incarnation),
         )
         return Call(chosen, commands=commands, transaction=True)
@@ -104,9 +99,9 @@ def announce_api(info: bytes = b"", ttl: float = API_TTL) -> Call[str]:
     return Call(choose, commands=(("TIME",),))
 
 
-def beat_api(incarnation: str, info: bytes = b"", ttl: float = API_TTL) -> Call[None]:
+def beat_api(incarnation: str, ttl: float = API_TTL) -> Call[None]:
     commands = (
-        ("SET", keys.api(incarnation), info, "PX", milliseconds(ttl)),
+        ("SET", keys.api(incarnation), b"", "PX", milliseconds(ttl)),
         ("ZADD", keys.apis(), epoch(time.time()), incarnation),
     )
     return Call(lambda answers: None, commands=commands, transaction=True)
@@ -115,20 +110,6 @@ def beat_api(incarnation: str, info: bytes = b"", ttl: float = API_TTL) -> Call[
 def release_api(incarnation: str) -> Call[None]:
     commands = (("DEL", keys.api(incarnation)), ("ZREM", keys.apis(), incarnation))
     return Call(lambda answers: None, commands=commands, transaction=True)
-
-
-def live_apis() -> Call[list[ApiServer]]:
-    """The living API servers, oldest first."""
-
-    def infos(answers: list[Any]) -> Call[list[ApiServer]]:
-        names = [name.decode() for name in answers[0]]
-
-        def decode(payloads: list[Any]) -> list[ApiServer]:
-            return [ApiServer(name, info) for name, info in zip(names, payloads, strict=True) if info is not None]
-
-        return Call(decode, commands=tuple(("GET", keys.api(name)) for name in names))
-
-    return Call(infos, commands=(("ZRANGE", keys.apis(), 0, -1),))
 
 
 # Death.
