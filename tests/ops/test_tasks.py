@@ -131,10 +131,14 @@ def test_killed_in_mid_task_and_two_at_once_every_line_counts_once(world: World)
 
 def test_a_killed_worker_leaves_no_process(redis_url: str) -> None:
     with worker(redis_url) as process:
-        wait_until(lambda: len(process.children()) == 1, 30)
-        (beat,) = process.children()
+
+        def beats() -> list[psutil.Process]:  # its first second may see a short-lived child of another kind
+            return [child for child in process.children() if time.time() - child.create_time() > 1]
+
+        wait_until(lambda: len(beats()) == 1, 30)
+        family = process.children()
         process.kill()
-        _, alive = psutil.wait_procs([beat], timeout=10)
+        _, alive = psutil.wait_procs(family, timeout=10)
         assert alive == []
 
 
