@@ -27,6 +27,11 @@ def test_rows_are_quantized_as_by_the_reference(device, dtype):
     assert q.abs().amax(1).tolist() == [127, 127, 127, 0, 127]
 
 
+def test_halves_are_rounded_to_even(device):
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 3.4999]], device=device)
+    assert quantize_rows(x, torch.int8)[0].tolist() == [[127, 0, 2, 2, 0, -2, 3]]
+
+
 def test_a_row_that_is_not_finite_stays_so_and_alone(device, small_tiles):
     x = torch.ones(3, 32, device=device)
     x[0, 3], x[2, 5] = torch.nan, torch.inf
