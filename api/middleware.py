@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
+from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -17,6 +19,7 @@ from api.metrics import Metrics
 logger = logging.getLogger("headrace.api")
 
 UNCOUNTED_PATHS = frozenset({"/metrics", "/health", "/live", "/ready", "/load", "/ping", "/version"})
+LINGER_SECONDS = 2.0  # that a client which sends too much is listened to behind its answer
 UNKNOWN_ROUTE = "none"  # label of what no route answers: paths that clients make up would be labels without end
 
 
@@ -84,7 +87,10 @@ class _Exchange:
 
 
 class BodyLimit:
-    """Refuses bodies over `max_bytes` with 413: at once by their Content-Length, else as soon as they are too long."""
+    """Refuses bodies over `max_bytes` with 413: at once by their Content-Length, else as soon as they are too long.
+
+    What comes then is read and dropped for a while: a connection closed while something arrives is reset, and the answer lost.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -94,12 +100,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        message = f"The request body is larger than {self._max_bytes} bytes."
-        length = Headers(scope=scope).get("content-length", "")
-        if length.isdecimal() and int(length) > self._max_bytes:
-            error = PayloadTooLarge(message, headers={"Connection": "close"})
-            await error_response(error)(scope, receive, send)
-            return
+        refusal = f"The request body is larger than {self._max_bytes} bytes."
         num_bytes = 0
 
         async def limited() -> Message:
@@ -107,7 +108,29 @@ class BodyLimit:
             received = await receive()
             num_bytes += len(received.get("body", b""))
             if num_bytes > self._max_bytes:
-                raise HTTPException(413, message, {"Connection": "close"})  # the one kind that FastAPI's body reading lets through
+                raise HTTPException(413, refusal, {"Connection": "close"})  # the one kind that FastAPI's body reading lets through
             return received
 
-        await self._app(scope, limited, send)
+        async def lingering(message: Message) -> None:
+            is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if num_bytes > self._max_bytes and is_last:
+                await send({**message, "more_body": True})
+                await _drop_rest(receive)
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdecimal() and int(length) > self._max_bytes:
+            num_bytes = int(length)
+            error = PayloadTooLarge(refusal, headers={"Connection": "close"})
+            await error_response(error)(scope, receive, lingering)
+        else:
+            await self._app(scope, limited, lingering)
+
+
+async def _drop_rest(receive: Receive) -> None:
+    """Returns at the body's end, or the client's, or when it takes too long."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while (await receive()).get("more_body", False):
+                pass

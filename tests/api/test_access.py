@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -59,6 +61,19 @@ def test_bodies_that_are_too_large(slow_server: LiveServer, chunked: bool) -> No
     message = "The request body is larger than 100000 bytes."
     assert answer.json()["error"]["message"] == message
     assert answer.json()["error"]["code"] == 413
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_who_sends_all_before_reading_gets_the_413_too(slow_server: LiveServer, chunked: bool) -> None:
+    """http.client knows of no answer before its whole body is sent: a connection closed before would be reset."""
+    address = urlsplit(slow_server.url)
+    for _ in range(8):
+        connection = HTTPConnection(str(address.hostname), address.port, timeout=60)
+        body = (b"x" * 10_000 for _ in range(300)) if chunked else b"x" * 3_000_000
+        headers = {**ALICE, "Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", body, headers, encode_chunked=chunked)
+        assert connection.getresponse().status == 413
+        connection.close()
 
 
 async def test_a_full_queue_refuses_all_or_nothing(slow_server: LiveServer) -> None:
