@@ -12,6 +12,7 @@ setup: $(VENV)/.installed
 # torch's exact version is pinned in constraints.txt: an open range takes gigabytes of CUDA on a machine without a GPU
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo 'installing into $(VENV): some minutes, once'
 	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
 	touch $@
 

@@ -19,7 +19,7 @@ from gpu.config import option
 @dataclass
 class SchedulerConfig:
     max_num_batched_tokens: int | None = option(
-        None, "token budget of a step; default by device: 512 on the CPU, 2048 to 16384 on GPUs"
+        None, "token budget of a step; default by device: 128 to 512 on the CPU, by its speed; 2048 to 16384 on GPUs"
     )
     max_num_seqs: int | None = option(
         None, "most requests that run at once; default by device: 128 on the CPU, 256 to 1024 on GPUs"

@@ -40,8 +40,10 @@ def show_derived(config: ServeConfig, info: EngineInfo) -> None:
 def show_ready(config: ServeConfig, url: str) -> None:
     """One line on stdout, with a command to paste."""
     name = config.api.served_model_name[0]
-    key = ' -H "Authorization: Bearer $HEADRACE_KEY"' if config.api.api_key else ""
-    body = json.dumps({"model": name, "stream": True, "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
+    key = ' -H "Authorization: Bearer $API_KEY"' if config.api.api_key else ""
+    messages = [{"role": "user", "content": "Why is the sky blue?"}]
+    # without a limit a small model may ramble to the end of its context
+    body = json.dumps({"model": name, "stream": True, "temperature": 0.2, "max_tokens": 200, "messages": messages})
     quoted = body.replace("'", "'\\''")
     curl = f"curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{quoted}'"
     print(f"headrace serves {name} on {url}; try: {curl}", flush=True)

@@ -16,15 +16,26 @@ def check(config: ServeConfig) -> None:
     """What can be told to be wrong before anything is started. Raises SettingError."""
     if not config.model.model:
         raise SettingError("no model: give a safetensors directory, a .gguf file, or `demo`")
+    if config.model.model != "demo" and config.model.load_format != "null" and not Path(config.model.model).exists():
+        raise SettingError(f"there is no model at {config.model.model}: give a safetensors directory, a .gguf file, or `demo`")
     for name, value in (
         ("api-server-count", config.api.api_server_count),
         ("tensor-parallel-size", config.parallel.tensor_parallel_size),
         ("block-size", config.cache.block_size),
+        ("max-num-seqs", config.scheduler.max_num_seqs),
+        ("max-num-batched-tokens", config.scheduler.max_num_batched_tokens),
     ):
-        if value < 1:
+        if value is not None and value < 1:
             raise SettingError(f"--{name} must be at least 1, not {value}")
     if not 0 < config.cache.gpu_memory_utilization <= 1:
         raise SettingError(f"--gpu-memory-utilization is a share above 0 and up to 1, not {config.cache.gpu_memory_utilization}")
+    if config.api.api_key:
+        from api.auth import ConfigurationError, KeyRing
+
+        try:
+            KeyRing(config.api.api_key)
+        except ConfigurationError as error:
+            raise SettingError(f"--api-key: {error}") from None
 
 
 def fetch_model(resolved: Resolved, show: Callable[[str, float | None], None] = lambda phase, fraction: None) -> None:

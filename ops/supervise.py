@@ -173,7 +173,7 @@ class Child:
 
     def _take_line(self, line: str) -> None:
         if line.strip():
-            self._last_lines.append(line.strip())
+            self._last_lines.append(_said(line.strip()))
         self._on_line(line)
 
     async def stop(self) -> None:
@@ -198,6 +198,15 @@ class Child:
                 os.killpg(self._group, signal.SIGKILL)
             except ProcessLookupError:
                 pass
+
+
+def _said(line: str) -> str:
+    """What a line of a log says: a JSON record's message, else the line itself."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return line
+    return str(record.get("message", line)) if isinstance(record, dict) else line
 
 
 class Supervisor:

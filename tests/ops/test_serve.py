@@ -66,7 +66,7 @@ def wait_for_blocks(server: Serving, free: bool, seconds: float) -> None:
 
 def test_the_announced_command_streams_and_the_tools_show_it(calm_server: Serving) -> None:
     server = calm_server
-    command = shlex.split(server.curl.replace('"stream": true', '"stream": true, "max_tokens": 8'))
+    command = shlex.split(server.curl.replace('"max_tokens": 200', '"max_tokens": 8'))
     answer = subprocess.run([*command, "-sS"], capture_output=True, text=True, timeout=30)
     assert answer.stdout.rstrip().endswith("data: [DONE]"), answer.stderr + answer.stdout
     listed = server.headrace("ps", "-a")[0]

@@ -157,6 +157,18 @@ async def test_a_child_that_never_starts_is_given_up() -> None:
         await run_until_signal(bring_up)
 
 
+async def test_of_a_json_log_line_the_message_is_told() -> None:
+    line = """print('{"level": "error", "message": "no such library"}', file=sys.stderr)"""
+    watched = Watched(command("api", "import os, sys", line, "sys.exit(os.EX_CONFIG)"))
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        supervisor.start(watched.child)
+        await watched.child.ready.wait()
+
+    with pytest.raises(ChildFailed, match=r"^no such library$"):
+        await run_until_signal(bring_up)
+
+
 async def test_a_child_that_is_not_essential_ends_nothing() -> None:
     extra = Watched(command("worker", "import sys", "sys.exit(78)", essential=False))
 
