@@ -47,7 +47,7 @@ class Numerics:
 
     def __str__(self) -> str:
         name = str(self.weights).removeprefix("torch.")
-        return name if self.quantization == "none" else f"{self.quantization}-{8 if has_wide_sums() else 7}bit-{name}"
+        return name if self.quantization == "none" else f"{self.quantization}{'' if has_wide_sums() else '-narrow'}-{name}"
 
 
 class Linear(Protocol):
@@ -117,13 +117,16 @@ class Int8Linear:
     """8-bit weights with a scale an output channel, 8-bit activations with a scale a row, float32 in and out.
 
     Sums are integers, exact in any order. Where the processor has no instruction that sums products of 8 bits in 32 (VNNI), FBGEMM
-    adds two in 16 bits, which saturate: there weights have 7 bits, which makes another numeric class.
+    adds two neighbours' in 16 bits, which saturate: there a channel's scale leaves them room, which makes another numeric class.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         weight = hadamard(weight.float()) / hadamard_order(weight.shape[1])
-        limit = 127 if has_wide_sums() else 63
-        scales = weight.abs().amax(dim=1).clamp(min=1e-30) / limit
+        largest = weight.abs().amax(dim=1)
+        if not has_wide_sums():  # 255 * (127 + rounding) is below 2**15
+            pairs = F.pad(weight, (0, weight.shape[1] % 2)).abs().unflatten(1, (-1, 2)).sum(dim=2)
+            largest = torch.maximum(largest, pairs.amax(dim=1))
+        scales = largest.clamp(min=1e-30) / 127
         integers = (weight / scales.unsqueeze(1)).round_().to(torch.int8)
         self._packed = _pack_int8(integers, scales)
         self.bias = None if bias is None else bias.float()

@@ -1,0 +1,119 @@
+"""SmolLM2 in 16 and 8 bits on the CPU: near transformers on the same rounded weights, near float32 in perplexity, and the same bits
+of a row alone, in a batch and in chunks."""
+
+import pydoc_data.topics
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.plan import SamplingParams
+from tests.gpu.engine_stub import Driver, make_config, make_runner
+
+WINDOW = 400  # tokens of a text scored together
+SCORED = SamplingParams(temperature=0.0, max_tokens=1000, logprobs=0, prompt_logprobs=0)
+INT8 = {"dtype": "float16", "quantization": "int8"}
+FLOAT16 = {"dtype": "float16"}
+
+
+@pytest.fixture(scope="module")
+def text(smollm2_hf):
+    """Token ids of the Python reference as it comes with the interpreter."""
+    from transformers import AutoTokenizer
+
+    topics = pydoc_data.topics.topics
+    return AutoTokenizer.from_pretrained(smollm2_hf)("\n".join(topics[name] for name in sorted(topics)))["input_ids"]
+
+
+def score(runner, windows):
+    """The logprobs of all tokens of each window but its first, one after the other."""
+    driver = Driver(runner)
+    for window in windows:
+        driver.add(0, window, SCORED)
+        driver.run({0: len(window)})
+        driver.free += driver.blocks[0]
+        driver.remove(0)
+    return np.concatenate([entry.logprobs for output in driver.outputs for entry in output.prompt_logprobs])
+
+
+def make_class(model, kv_cache_dtype="auto", **numerics):
+    config = make_config(model, **numerics)
+    config.cache.kv_cache_dtype = kv_cache_dtype
+    return make_runner(config)
+
+
+def windows_of(text, num_tokens):
+    return [text[i : i + WINDOW] for i in range(0, num_tokens, WINDOW)]
+
+
+def perplexity(logprobs):
+    return float(np.exp(-logprobs.astype(np.float64).mean()))
+
+
+@pytest.fixture(scope="module")
+def windows(text):
+    return windows_of(text, 2000)
+
+
+@pytest.fixture(scope="module")
+def float32(smollm2_gguf, windows):
+    return score(make_class(smollm2_gguf, dtype="float32"), windows)
+
+
+def test_float16_equals_transformers_on_the_rounded_weights(smollm2_gguf, smollm2_hf, windows):
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(smollm2_hf, dtype=torch.float32)
+    for parameter in theirs.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.half().float()
+    some = windows[:2]
+    with torch.inference_mode():
+        expected = [
+            theirs(torch.tensor([window])).logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(window)[1:, None])[:, 0]
+            for window in some
+        ]
+    ours = score(make_class(smollm2_gguf, "float32", **FLOAT16), some)
+    np.testing.assert_allclose(ours, torch.cat(expected).numpy(), atol=1e-3)
+
+
+def test_perplexity_of_16_bits(smollm2_gguf, windows, float32):
+    wide = score(make_class(smollm2_gguf, "float32", **FLOAT16), windows)
+    assert perplexity(wide) == pytest.approx(perplexity(float32), rel=1e-3)
+    assert perplexity(score(make_class(smollm2_gguf, **FLOAT16), windows)) == pytest.approx(perplexity(wide), rel=1e-3)
+
+
+def test_perplexity_of_int8(smollm2_gguf, windows, float32):
+    logprobs = score(make_class(smollm2_gguf, **INT8), windows)
+    assert perplexity(logprobs) < 1.01 * perplexity(float32)
+
+
+@pytest.mark.soak
+def test_perplexity_of_int8_on_20000_tokens(smollm2_gguf, text):
+    windows = windows_of(text, 20_000)
+    exact = perplexity(score(make_class(smollm2_gguf, dtype="float32"), windows))
+    assert perplexity(score(make_class(smollm2_gguf, **INT8), windows)) < 1.01 * exact
+
+
+@pytest.mark.parametrize("numerics", [FLOAT16, INT8], ids=["float16", "int8"])
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_chunks(smollm2_gguf, text, numerics):
+    runner = make_class(smollm2_gguf, **numerics)
+    prompts = [text[100 * i : 100 * i + 20 + 5 * i] for i in range(16)]
+
+    def logprobs(rows, chunk):
+        driver = Driver(runner)
+        for row in rows:
+            driver.add(row, prompts[row], SCORED)
+        driver.generate(5, chunk=chunk)
+        prompt, sampled = {row: [] for row in rows}, {row: [] for row in rows}
+        for output in driver.outputs:
+            for entry in output.prompt_logprobs:
+                prompt[entry.row].append(entry.logprobs)
+            for entry in output.logprobs:
+                sampled[entry.row].append(entry.logprobs)
+        return {row: np.concatenate(prompt[row] + sampled[row]).tobytes() for row in rows}
+
+    together = logprobs(range(16), 10_000)
+    assert logprobs(range(16), 16) == together
+    for row in (0, 3, 15):
+        assert logprobs([row], 10_000)[row] == together[row]
