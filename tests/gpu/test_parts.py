@@ -10,6 +10,25 @@ from tests.gpu.engine_stub import Driver, make_config, make_runner
 from tests.gpu.tiny_models import save_model
 
 
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr("gpu.parts.FEWEST_TOKENS", 1)
+    yield
+    torch.set_num_threads(1)
+
+
+def test_few_tokens_stay_together(folder, monkeypatch):
+    monkeypatch.setattr("gpu.parts.FEWEST_TOKENS", 8)
+    driver = Driver(make_threaded(folder, 3, dtype="float16"))
+    driver.add(0, [5] * 60)
+    sizes = []
+    work = driver.runner.team.map
+    driver.runner.team.map = lambda compute, parts: sizes.append(len(parts)) or work(compute, parts)
+    for count in (15, 16, 24, 1):
+        driver.run({0: count})
+    assert sizes == [1, 2, 3, 1]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
@@ -23,8 +42,8 @@ def make_threaded(folder, num_threads, **more):
     return make_runner(config)
 
 
-def run(runner, cached=0):
-    """Tokens and the bits of all logprobs of seven requests; the last two share their prompts with the first."""
+def run(runner):
+    """Tokens and the bits of all logprobs of five requests."""
     driver = Driver(runner)
     generator = np.random.default_rng(3)
     prompts = [generator.integers(3, 300, generator.integers(20, 70)).tolist() for _ in range(5)]

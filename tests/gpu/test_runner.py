@@ -212,7 +212,7 @@ def test_capacity(folder):
 def test_default_threads_leave_a_core_to_the_front_end(monkeypatch):
     config = make_config("")
     config.parallel.num_threads = 0
-    for cores, ranks, threads in [(1, 1, 1), (2, 1, 1), (8, 1, 7), (8, 3, 2), (4, 8, 1)]:
+    for cores, ranks, threads in [(1, 1, 1), (2, 1, 2), (2, 2, 1), (8, 1, 7), (8, 3, 2), (4, 8, 1)]:
         monkeypatch.setattr("kernels.cpu_threads.available_cores", lambda cores=cores: cores)
         config.parallel.tensor_parallel_size = ranks
         assert num_compute_threads(config) == threads
