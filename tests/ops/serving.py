@@ -88,7 +88,7 @@ class Serving:
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 command = child.cmdline()
-                if role in command or Path(command[0]).name.startswith(role):
+                if command and (role in command or Path(command[0]).name.startswith(role)):  # none: it is just being started
                     found.append(child)
         return found
 
