@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import logging.config
 import sys
+import threading
 import traceback
 from datetime import UTC, datetime
 from typing import IO, Any, cast
@@ -15,6 +16,8 @@ from typing import IO, Any, cast
 from pythonjsonlogger.json import JsonFormatter
 
 from engine.config import LogConfig
+
+logger = logging.getLogger(__name__)
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "color_message"}
 _QUIET = ("asyncio", "httpx", "httpcore", "numba", "kombu", "celery", "uvicorn.error")  # heard from warnings on
@@ -36,6 +39,19 @@ def configure_logging(config: LogConfig, role: str) -> None:
     root.setLevel(config.log_level.upper())
     for name in _QUIET:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+    sys.unraisablehook = _log_unraisable
+    threading.excepthook = _log_thread_death
+
+
+def _log_unraisable(ignored: sys.UnraisableHookArgs) -> None:
+    """What Python would print by itself: an exception that nobody can catch, such as a signal's that met a finalizer."""
+    caught = (ignored.exc_type, ignored.exc_value, ignored.exc_traceback) if ignored.exc_value is not None else None
+    logger.warning("%s: %r", ignored.err_msg or "exception ignored in", ignored.object, exc_info=caught)
+
+
+def _log_thread_death(death: threading.ExceptHookArgs) -> None:
+    caught = (death.exc_type, death.exc_value, death.exc_traceback) if death.exc_value is not None else None
+    logger.error("thread %s died", death.thread.name if death.thread else "", exc_info=caught)
 
 
 class _StderrHandler(logging.StreamHandler[IO[str]]):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +20,9 @@ from ops.logs import configure_logging, resolve_format
 def root_as_it_was() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
+    hooks = sys.unraisablehook, threading.excepthook
     yield
+    sys.unraisablehook, threading.excepthook = hooks
     root.handlers[:] = handlers
     root.setLevel(level)
 
@@ -63,3 +67,29 @@ def test_auto_is_text_on_a_terminal_alone() -> None:
     assert resolve_format(LogConfig(), Terminal()) == "text"
     assert resolve_format(LogConfig(), io.StringIO()) == "json"
     assert resolve_format(LogConfig(log_format="json"), Terminal()) == "json"
+
+
+def test_what_python_prints_by_itself_is_a_log_line_too() -> None:
+    """A signal's SystemExit that meets a finalizer, and a thread that dies."""
+    program = """
+import threading
+from engine.config import LogConfig
+from ops.logs import configure_logging
+
+class Final:
+    def __del__(self):
+        raise SystemExit(1)
+
+def die():
+    raise ValueError("thread's end")
+
+configure_logging(LogConfig(log_format="json"), "api")
+Final()
+thread = threading.Thread(target=die, name="doomed")
+thread.start()
+thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, second = (json.loads(line) for line in done.stderr.splitlines())
+    assert "__del__" in first["message"] and "SystemExit" in first["exc_info"]
+    assert second["message"] == "thread doomed died" and "thread's end" in second["exc_info"]
