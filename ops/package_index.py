@@ -22,7 +22,6 @@ from ops.errors import CommandError
 
 Progress = Callable[[float], None]  # share done, 0 to 1
 
-DEFAULT_INDEX = "https://pypi.org/simple"
 _ACCEPT = "application/vnd.pypi.simple.v1+json, text/html;q=0.2"
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)  # seconds: a read timeout is between two chunks, not for the whole file
 
@@ -71,8 +70,14 @@ def _pip_settings() -> dict[str, str]:
     return found
 
 
+def _default_index() -> str:
+    """The index that pip asks when nothing is configured, by its own word; empty where there is no pip to say so."""
+    program = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False).stdout.strip()
+
+
 def _download_directly(wheel: Wheel, folder: Path, settings: dict[str, str], progress: Progress) -> Path:
-    index = settings.get("index-url", DEFAULT_INDEX)
+    index = settings.get("index-url") or _default_index()
     if settings.get("no-index", "false").lower() not in ("false", "0", "no", "off", "") or urlsplit(index).scheme not in (
         "http",
         "https",
