@@ -101,6 +101,16 @@ class KVCacheManager:
     def distrust(self, request: Request) -> None:
         """What a failed request holds may be wrong (NaN), and answers nobody from now on."""
         self.pool.forget(request.block_ids)
+        self.revoke(request)
+
+    def revoke(self, request: Request) -> None:
+        """Steps that are out write the request's blocks from KV that is not to be trusted: nobody may share them any more."""
+        blocks = set(request.block_ids)
+        for announced in self._announced_in.values():
+            revoked = [digest for digest in announced if self._announced[digest] in blocks]
+            for digest in revoked:
+                announced.remove(digest)
+                del self._announced[digest]
 
     def _hashes(self, request: Request, count: int) -> list[bytes]:
         """Digests of the request's first `count` blocks; computed as far as they are not yet."""

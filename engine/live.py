@@ -84,6 +84,7 @@ class LiveRequests:
     def restart(self, request: Request) -> None:
         """Preempt, and drop also what steps that are out still answer: the KV they read is not to be trusted."""
         self.rows.close(request.row)
+        self.kv.revoke(request)
         if request.status is RequestStatus.RUNNING:
             self.preempt(request)
 
