@@ -303,7 +303,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             least = min(request.priority for request in scheduler.waiting) if by_priority else 0
             urgent = [request for request in preempted if request.priority == least] if by_priority else preempted
             if urgent:
-                assert next(iter(scheduler.waiting)) in preempted, "a preempted request is not at the head"
+                head = next(iter(scheduler.waiting))  # or one that was restarted beside a failed row before, and came earlier
+                restarted = head.status is RequestStatus.PREEMPTED and all(key(head) < key(victim) for victim in urgent)
+                assert head in preempted or restarted, "a preempted request is not at the head"
         admitted = [scheduler.rows.request(new.row) for new in plan.new_requests]
         still_live = [request for request in waiting if not request.status.finished]
         assert admitted == still_live[: len(admitted)], "somebody was passed by"
