@@ -82,7 +82,8 @@ class LiveRequests:
         self._release_or_fence(request)
 
     def restart(self, request: Request) -> None:
-        """Preempt, and drop also what steps that are out still answer: the KV they read is not to be trusted."""
+        """Preempt, and drop also what steps that are out still answer: the KV they read is not to be trusted. Of a request that
+        has a row but runs no more, only what they write is left to be kept from others."""
         self.rows.close(request.row)
         self.kv.revoke(request)
         if request.status is RequestStatus.RUNNING:

@@ -80,6 +80,10 @@ class RowTable:
             raise KeyError(f"row {row} is free")
         return request
 
+    def unwritten_blocks(self, row: int) -> list[int]:
+        """Blocks that a row holds for what the steps that returned have not written."""
+        return self.request(row).block_ids[int(self.num_written[row]) // self.block_size :]
+
     def take(self, request: Request, num_computed: int, num_published_blocks: int, max_tokens: int) -> int:
         """A free row for a request whose first `num_computed` tokens have their KV already."""
         row = self._free.pop()

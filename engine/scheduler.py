@@ -310,19 +310,23 @@ class Scheduler:
 
     def _fail(self, planned: PlannedStep, failed_rows: dict[int, str], now: float) -> None:
         """End the requests of rows that failed. What they wrote in this step is not what its tokens say; who shares it already,
-        having come in the same step, computes anew and its output of this step does not count."""
+        having come in the same step or the next, computes anew and its output of these steps does not count. The same holds for
+        who shares what such a sharer writes."""
         table = self.rows
         spoiled: set[int] = set()
         for row in planned.rows[np.isin(planned.rows, list(failed_rows))].tolist():
-            spoiled |= set(table.request(row).block_ids[int(table.num_written[row]) // self.block_size :])
+            spoiled.update(table.unwritten_blocks(row))
         for row, error in failed_rows.items():
             request = table.request(row)
             self.kv.distrust(request)
             if not request.status.finished:
                 self.live.end_unasked(request, FinishReason.ERROR, now, error=error)
-        for holder in [request for request in table.requests if request is not None and not request.status.finished]:
-            if not spoiled.isdisjoint(holder.block_ids):
-                self.live.restart(holder)
+        suspects = [request for request in table.requests if request is not None and request.row not in failed_rows]
+        while sharers := [request for request in suspects if not spoiled.isdisjoint(request.block_ids)]:
+            suspects = [request for request in suspects if request not in sharers]
+            for sharer in sharers:
+                spoiled.update(table.unwritten_blocks(sharer.row))
+                self.live.restart(sharer)
 
     def _publish(self, rows: Rows) -> None:
         """Store the tokens and publish the blocks of rows that completed a block."""

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from engine.protocol import FinishReason
+from engine.request import Request
+from gpu.plan import ModelRunnerOutput, SchedulerOutput
 from tests.engine.scheduling import Engine, make_request
+from tests.engine.worker_oracle import expected_answer
+
+Out = tuple[SchedulerOutput, ModelRunnerOutput | None]
 
 
 def first_admission(engine: Engine) -> int:
@@ -137,6 +142,104 @@ class TestDuplicatesAtOnce:
         engine.step()
         assert engine.scheduler.kv.pool.num_cached == 8
         engine.drain()
+
+
+def answer_alone(request: Request) -> list[int]:
+    """What a request without a salt answers when nothing disturbs it."""
+    return expected_answer(request.prompt_token_ids.tolist(), request.sampling, request.seed, "", 128)[0]
+
+
+class TestFailedRows:
+    """A step planned before a row was known to have failed is out, and goes on writing KV that follows from what that row wrote.
+
+    Newcomers come in twos: the first finds no beginning of its prompt and computes it, and through it the second could reach the
+    blocks that the step still writes.
+    """
+
+    def start(self, engine: Engine, *requests: Request) -> list[Out]:
+        """Two steps out, the first of which has 20 of 64 tokens left for `requests`; the first of these fails in it."""
+        engine.add(make_request("other", 44, max_tokens=30), *requests)
+        engine.worker.failing.add(1)  # rows are given out in order
+        outs = [engine.plan(), engine.plan()]
+        assert outs[0][1] is not None and outs[0][1].failed_rows.keys() == {requests[0].row}
+        return outs
+
+    def admit_newcomers(self, engine: Engine, prompt: range, **more: int) -> list[Request]:
+        newcomers = [make_request(name, prompt, seed=5, **more) for name in ("new", "newer")]
+        engine.add(*newcomers)
+        return newcomers
+
+    def finish_all(self, engine: Engine, outs: list[Out], *expected: Request) -> None:
+        for out in outs:
+            engine.take_in(out)
+        engine.drain()
+        for request in expected:
+            assert request.finish_reason is FinishReason.LENGTH and request.output_token_ids.tolist() == answer_alone(request)
+
+    def test_what_the_row_still_writes_is_not_shared(self) -> None:
+        engine = Engine()
+        failing = make_request("failing", range(41))
+        first, second = self.start(engine, failing)
+        assert engine.counts(second[0]) == {"other": 1, "failing": 21}
+        engine.take_in(first)
+        assert failing.finish_reason is FinishReason.ERROR
+        distrusted = set(failing.block_ids)
+        newcomers = self.admit_newcomers(engine, range(41))
+        third = engine.plan()
+        assert engine.counts(third[0]) == {"other": 1, "new": 41, "newer": 1}, "the newcomers share with each other"
+        assert distrusted and all(distrusted.isdisjoint(request.block_ids) for request in newcomers)
+        self.finish_all(engine, [second, third], *newcomers)
+
+    def test_what_a_restarted_sharer_still_writes_is_not_shared(self) -> None:
+        engine = Engine(scheduling_policy="priority")
+        failing, sharer = make_request("failing", range(17)), make_request("sharer", range(41))
+        first, second = self.start(engine, failing, sharer)
+        assert engine.counts(second[0]) == {"other": 1, "failing": 1, "sharer": 22}
+        engine.take_in(first)
+        assert sharer.num_preemptions == 1
+        distrusted = set(sharer.block_ids)
+        newcomers = self.admit_newcomers(engine, range(41), priority=-1)  # before the sharer, which waits for its step
+        third = engine.plan()
+        assert engine.counts(third[0]) == {"other": 1, "new": 41, "newer": 1}
+        assert distrusted and all(distrusted.isdisjoint(request.block_ids) for request in newcomers)
+        self.finish_all(engine, [second, third], sharer, *newcomers)
+
+    def test_what_an_aborted_sharer_still_writes_is_not_shared(self) -> None:
+        engine = Engine()
+        failing, sharer = make_request("failing", range(17)), make_request("sharer", range(41))
+        first, second = self.start(engine, failing, sharer)
+        engine.scheduler.finish("sharer", -1, FinishReason.ABORT)
+        engine.take_in(first)
+        distrusted = set(sharer.block_ids)
+        newcomers = self.admit_newcomers(engine, range(41))
+        third = engine.plan()
+        assert engine.counts(third[0]) == {"other": 1, "new": 41, "newer": 1}
+        assert distrusted and all(distrusted.isdisjoint(request.block_ids) for request in newcomers)
+        self.finish_all(engine, [second, third], *newcomers)
+
+    def test_who_shares_a_sharer_s_blocks_alone_is_restarted_too(self) -> None:
+        """Its own prefix stands in blocks that another request published after the sharer was admitted."""
+        engine = Engine()
+        before = make_request("before", 8, max_tokens=8)
+        known = [*before.token_ids.tolist(), *answer_alone(before)[:4]]
+        engine.add(before)
+        for _ in range(4):
+            engine.step()
+        first = engine.plan()  # completes the third block, by a decode, which announces nothing
+        failing, sharer = make_request("failing", [*known, 7]), make_request("sharer", [*known, *range(20)])
+        engine.add(failing, sharer)
+        engine.worker.failing.add(1)
+        second = engine.plan()
+        engine.take_in(first)
+        second_sharer = make_request("second", [*known, *range(20)])
+        engine.add(second_sharer)
+        third = engine.plan()
+        assert engine.counts(third[0])["second"] == 4, "two blocks of the first request, one more, and the sharer's"
+        assert failing.block_ids[2] in sharer.block_ids and failing.block_ids[2] not in second_sharer.block_ids
+        engine.take_in(second)
+        assert failing.finish_reason is FinishReason.ERROR
+        assert [request.num_preemptions for request in (sharer, second_sharer)] == [1, 1]
+        self.finish_all(engine, [third], before, sharer, second_sharer)
 
 
 class TestEviction:
