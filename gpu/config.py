@@ -44,6 +44,10 @@ class ModelConfig:
         choices=("auto", "dummy", "null"),
     )
     seed: int = option(0, "seed of dummy weights")
+    enforce_eager: bool = option(False, "GPUs: launch decodes kernel by kernel, without CUDA graphs: starts faster, decodes slower")
+    cuda_graph_sizes: list[int] = option(
+        list, "numbers of decoding requests for which a CUDA graph is captured; default: 1 to 512 in growing steps; repeatable"
+    )
 
 
 @dataclass

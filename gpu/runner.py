@@ -11,6 +11,7 @@ import torch
 
 from gpu.batch import OVERRUN, Batch, Step
 from gpu.config import Capacity, WorkerConfig
+from gpu.cuda_graphs import PaddedDecode, make_graphs
 from gpu.distributed import TensorParallelGroup
 from gpu.kv_cache import KVCache
 from gpu.linear import DTYPES, Numerics
@@ -78,6 +79,7 @@ class ModelRunner:
         self.kv = self.make_kv(num_blocks)
         self.model.rotary.ensure(max_model_len + OVERRUN)
         self.batch = self.make_batch(max_model_len)
+        self.decode: PaddedDecode | None = make_graphs(self)
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -87,8 +89,7 @@ class ModelRunner:
         if not len(plan.rows):
             return _make_output(plan.step, seconds=time.perf_counter() - started)
         step = batch.make_step(plan)
-        shares_kv = any(request.num_computed_tokens for request in plan.new_requests)
-        computed = self.team.map(lambda part: self._compute(step, part), split(step, self.team.size, shares_kv))
+        computed = self._compute_step(step, shares_kv=any(request.num_computed_tokens for request in plan.new_requests))
         prompt_logprobs = self._prompt_logprobs(step, [hidden for hidden, _ in computed])
         output = _make_output(plan.step, prompt_logprobs=prompt_logprobs, failed_rows=dict(batch.invalid_rows))
         if len(step.sampled):
@@ -96,6 +97,12 @@ class ModelRunner:
         batch.advance(step, output.rows, output.token_ids)
         output.forward_seconds = time.perf_counter() - started
         return output
+
+    def _compute_step(self, step: Step, shares_kv: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(hidden states of the tokens, logits of the sampling ones), by parts in the order of tokens."""
+        if self.decode is not None and (size := self.decode.size_of(step)) is not None:
+            return [self.decode(step, size)]
+        return self.team.map(lambda part: self._compute(step, part), split(step, self.team.size, shares_kv))
 
     def _compute(self, step: Step, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """(hidden states of the part's tokens, logits of its sampling ones)."""
