@@ -41,6 +41,7 @@ class Intake:
         slot: str,
         incarnation: int,
         inbox: queue.SimpleQueue[Arrival | ControlCommand | None],
+        max_num_seqs: int,
         room: Callable[[], int],
         failed: Callable[[BaseException], None],
     ) -> None:
@@ -52,6 +53,7 @@ class Intake:
         self._bus = bus
         self._model, self._slot, self._incarnation = model, slot, incarnation
         self._inbox = inbox
+        self._max_num_seqs = max_num_seqs
         self._room = room
         self._failed = failed
         self._bell = threading.Event()
@@ -96,7 +98,7 @@ class Intake:
         room = 0 if self.paused or self.closed else self._room() - (self._num_taken - self.num_admitted)
         if room <= 0 and self._unanswered is None:
             return False
-        call = self._unanswered or calls.take(self._model, self._slot, self._incarnation, room)
+        call = self._unanswered or calls.take(self._model, self._slot, self._incarnation, room, self._max_num_seqs)
         try:
             entries = self._bus.run(call)
         except BusUnavailable as error:

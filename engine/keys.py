@@ -131,6 +131,11 @@ def taken(model: str, slot: str) -> str:
     return _of(model, f"taken:{slot}")
 
 
+def shares(model: str) -> str:
+    """Hash: slot -> what its engine said at its last `take`: incarnation, most requests at once, Redis' clock in ms."""
+    return _of(model, "shares")
+
+
 def journal(model: str, slot: str, incarnation: int) -> str:
     """Stream of one engine incarnation, ids `<step>-0`: a field an API server, the bytes published to it."""
     return _of(model, f"journal:{slot}:{incarnation}")
@@ -141,8 +146,8 @@ def control(model: str, slot: str = "") -> str:
     return _of(model, f"control:{slot}")
 
 
-def consumer(slot: str) -> str:
-    """The consumer name of a slot in the group."""
+def consumer(slot: str = "") -> str:
+    """The consumer name of a slot in the group. Without a slot: the prefix."""
     return f"engine-{slot}"
 
 

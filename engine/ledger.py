@@ -18,6 +18,7 @@ RECORD_RETENTION = 3600.0  # seconds that the record of an ended request is kept
 TOMBSTONE_TTL = 600.0  # seconds that an abort waits for a request that it overtook
 JOURNAL_STEPS = 4096  # kept of an engine's journal, about
 JOURNAL_TTL = 600.0  # seconds that a journal outlives its engine
+SHARE_TTL = 1.0  # seconds that an engine's share of what waits is kept for it after it last asked
 BURY_BATCH = 128  # pending entries looked at in one script: Redis answers nobody else meanwhile
 
 
@@ -26,8 +27,11 @@ class Taken(NamedTuple):
     payload: bytes  # EngineCoreRequest
 
 
-def take(model: str, slot: str, incarnation: int, count: int) -> Call[list[Taken]]:
+def take(model: str, slot: str, incarnation: int, count: int, max_num_seqs: int) -> Call[list[Taken]]:
     """At most `count` of the requests that wait, by priority, then arrival; they are the slot's from now on. Raises Fenced.
+
+    No more than a fair share where others take too: engines of the model that asked within SHARE_TTL come to have equal numbers in
+    flight, but for those that can run no more (`max_num_seqs` of each).
 
     The call carries a nonce: run again after an answer was lost, the same Call gives the same requests. A caller that got
     BusUnavailable runs the same Call again: it may own requests already.
@@ -35,8 +39,17 @@ def take(model: str, slot: str, incarnation: int, count: int) -> Call[list[Taken
     return Call(
         lambda answer: [Taken(entry.decode(), payload) for entry, payload in answer],
         script=script("take", "ledger"),
-        keys=(*keys.ledger(model), keys.slot(model, slot), keys.taken(model, slot)),
-        arguments=(slot, incarnation, count, secrets.token_hex(8), epoch(time.time()), keys.consumer(slot)),
+        keys=(*keys.ledger(model), keys.slot(model, slot), keys.taken(model, slot), keys.shares(model), keys.slot(model)),
+        arguments=(
+            slot,
+            incarnation,
+            count,
+            secrets.token_hex(8),
+            epoch(time.time()),
+            keys.consumer(),
+            max_num_seqs,
+            milliseconds(SHARE_TTL),
+        ),
     )
 
 

@@ -27,8 +27,12 @@ class ModelConfig:
     )
     quantization: str = option(
         "none",
-        "int8 (CPU): weights and activations of matrix products in 8 bits, a scale a channel and a row",
-        choices=("none", "int8"),
+        "on the CPU, weights and activations of matrix products in small integers, a scale for each block of them. "
+        "int8: weights of 8 bits; gguf: a GGUF file's blocks as they are",
+        choices=("none", "int8", "gguf"),
+    )
+    weights_cache_dir: str = option(
+        "", "where packed weights are kept, to be mapped by all engines of the machine and at the next start; `none`: nowhere"
     )
     device: str = option("auto", "cpu or cuda; auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
     max_model_len: int | None = option(
@@ -69,10 +73,17 @@ class CacheConfig:
 @dataclass
 class ParallelConfig:
     tensor_parallel_size: int = option(1, "ranks that share each layer; must divide the model's key-value heads")
+    data_parallel_size: int = option(
+        0,
+        "engines that `serve` starts on this machine, replicas on one queue; 0: 1 on GPUs, by the cores on the CPU. "
+        "`engine` starts one, which takes its part of memory and cores",
+    )
     distributed_executor_backend: str = option(
         "mp", "mp: a process a rank; uni: the worker lives in the engine's process", choices=("mp", "uni")
     )
-    num_threads: int = option(0, "compute threads a worker; 0: the cores left by the front end, shared among ranks")
+    num_threads: int = option(
+        0, "compute threads a worker; 0: the cores, shared among engines and ranks; one engine leaves one to the front end"
+    )
 
 
 @dataclass

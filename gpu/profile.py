@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import resource
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import psutil
 import torch
 
 from gpu.attention import AttentionMetadata
+from gpu.machine import available_memory
 from gpu.plan import NewRequest, SamplingParams, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -39,14 +38,15 @@ class Profiler:
         self.device = runner.device
 
     def available_kv_bytes(self) -> int:
-        """This rank's share of what the largest step leaves."""
+        """This rank's share of what the largest step leaves; ranks and replicas live in the same memory of a CPU."""
         utilization = self.config.cache.gpu_memory_utilization
         if self.device.type == "cpu":
             before = _peak_rss()
             self._largest_step()
             activations = _peak_rss() - before
-            share = utilization * (_available_memory() - activations)
-            return max(0, int(min(share, MOST_CPU_KV_BYTES)) // self.runner.group.size)  # ranks live in the same memory
+            share = utilization * (available_memory() - activations)
+            replicas = max(1, self.config.parallel.data_parallel_size)
+            return max(0, int(min(share, MOST_CPU_KV_BYTES)) // (self.runner.group.size * replicas))
         torch.cuda.reset_peak_memory_stats(self.device)
         self._largest_step()
         torch.cuda.synchronize(self.device)
@@ -100,15 +100,6 @@ def _new_request_plan(row: int, sampling: SamplingParams) -> SchedulerOutput:
     none = np.zeros(0, np.int32)
     request = NewRequest(row, np.zeros(2, np.int32), 1, 0, none, sampling, 0)
     return SchedulerOutput(0, [], [request], none, none, none, none, 0)
-
-
-def _available_memory() -> int:
-    """Bytes that this process may still use: the machine's, or what its control group leaves where that is less."""
-    available = psutil.virtual_memory().available
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        available = min(available, max(0, int(text) - int(used.read_text())))
-    return available
 
 
 def _peak_rss() -> int:

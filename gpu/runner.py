@@ -9,12 +9,14 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from gpu import machine
 from gpu.batch import OVERRUN, Batch, Step
 from gpu.config import Capacity, WorkerConfig
 from gpu.cuda_graphs import PaddedDecode, make_graphs
 from gpu.distributed import TensorParallelGroup
 from gpu.kv_cache import KVCache
 from gpu.linear import DTYPES, Numerics
+from gpu.machine import compute_threads
 from gpu.models import load_model
 from gpu.parts import Part, Team, split
 from gpu.plan import Int32Array, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
@@ -192,10 +194,8 @@ def _kv_dtype(name: str, numerics: Numerics) -> torch.dtype:
 
 
 def num_compute_threads(config: WorkerConfig) -> int:
-    """As configured; else a rank's share of the cores without one for the front end, which on two cores takes little."""
-    if config.parallel.num_threads > 0:
-        return config.parallel.num_threads
-    cores, ranks = cpu_threads.available_cores(), config.parallel.tensor_parallel_size
-    if (cores, ranks) == (2, 1):
-        return 2
-    return max(1, (cores - 1) // ranks)
+    """As configured, else by the cores."""
+    parallel = config.parallel
+    if parallel.num_threads > 0:
+        return parallel.num_threads
+    return compute_threads(machine.available_cores(), max(1, parallel.data_parallel_size), parallel.tensor_parallel_size)

@@ -21,7 +21,7 @@ TITLES = {
     "api": "API server",
     "log": "Logs",
 }
-SHORT = {"tensor_parallel_size": "-tp"}  # vLLM's
+SHORT = {"tensor_parallel_size": "-tp", "data_parallel_size": "-dp"}  # vLLM's
 
 
 def _parser(setting: Setting) -> Callable[[str], Any]:

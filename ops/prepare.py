@@ -27,6 +27,8 @@ def check(config: ServeConfig) -> None:
     ):
         if value is not None and value < 1:
             raise SettingError(f"--{name} must be at least 1, not {value}")
+    if config.parallel.data_parallel_size < 0:
+        raise SettingError(f"--data-parallel-size must not be negative, as {config.parallel.data_parallel_size} is")
     if not 0 < config.cache.gpu_memory_utilization <= 1:
         raise SettingError(f"--gpu-memory-utilization is a share above 0 and up to 1, not {config.cache.gpu_memory_utilization}")
     if config.api.api_key:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterable
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -18,6 +19,23 @@ PHASES = {
     "allocate": "allocating the KV cache",
 }
 LOGGED_STEP = 0.25  # share of a phase between two log lines
+
+
+class Slowest:
+    """Of several children that load side by side, where the last one is."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._reached: dict[str, tuple[int, float]] = dict.fromkeys(names, (0, 0.0))
+        self._order = list(PHASES)
+
+    def report(self, name: str, phase: str, fraction: float | None) -> tuple[str, float] | None:
+        """Takes in what the child says; (phase, fraction) of the slowest one, None once all have said "ready"."""
+        if phase == "ready":
+            self._reached[name] = (len(self._order), 1.0)
+        elif phase in PHASES:
+            self._reached[name] = (self._order.index(phase), fraction or 0.0)
+        place, reached = min(self._reached.values())
+        return (self._order[place], reached) if place < len(self._order) else None
 
 
 class LoadingDisplay:

@@ -1,6 +1,6 @@
 """`headrace serve`: the whole server on one machine, as processes under one supervisor.
 
-    valkey (unless --redis-url)  <-  engine (its workers)  <-  API servers on one socket
+    valkey (unless --redis-url)  <-  engines (their workers)  <-  API servers on one socket
                                  <-  Celery worker with beat
 
 The roles find their settings in the environment; nothing about them is passed through this process once they run.
@@ -31,7 +31,8 @@ from ops.embedded import DataDirectory, EmbeddedValkey
 from ops.errors import CommandError
 from ops.logs import resolve_format
 from ops.prepare import check, fetch_model, name_model
-from ops.progress import LoadingDisplay
+from ops.progress import LoadingDisplay, Slowest
+from ops.replicas import settle_replicas
 from ops.settings import Resolved, role_environment, shown
 from ops.supervise import Child, Command, Exit, Supervisor
 
@@ -63,6 +64,7 @@ def serve(resolved: Resolved) -> int:
         stack.callback(display.close)
         fetch_model(resolved, display.update)
         name_model(resolved)
+        settle_replicas(resolved)
         if config.log.log_format == "auto":
             reason = "stderr is a terminal" if sys.stderr.isatty() else "stderr is no terminal"
             resolved.derive("log_format", resolve_format(config.log), reason)
@@ -77,6 +79,11 @@ async def _run(resolved: Resolved, *parts: Any) -> int:
 def role(name: str, *arguments: str) -> list[str]:
     """The command line of a headrace role in a process of its own."""
     return [sys.executable, "-P", "-m", "ops.cli", name, *arguments]
+
+
+def numbered(name: str, count: int) -> list[str]:
+    """The names of children of one role: a lone one needs no number."""
+    return [name] if count == 1 else [f"{name}-{number}" for number in range(count)]
 
 
 class _Serve:
@@ -107,15 +114,16 @@ class _Serve:
         self._display.update("start", None)
         await self._start_redis()
         show_configuration(self._resolved)
-        worker, engine, servers = self._worker(), self._engine(), self._api_servers()
+        worker, engines, servers = self._worker(), list(self._engines()), self._api_servers()
         self._supervisor.start(worker)
-        self._supervisor.start(engine)
+        self._supervisor.start(*engines)
         self._supervisor.start(*servers)
-        await engine.ready.wait()
+        for engine in engines:
+            await engine.ready.wait()
         await self._answers("/ready")
         self._serving = True
         self._display.close()
-        await self._show_derived(engine)
+        await self._show_derived(engines[0])
         show_ready(self._config, self._url)
 
     async def _start_redis(self) -> None:
@@ -132,10 +140,14 @@ class _Serve:
         self._directory.state.model = self._config.model.model
         self._directory.write_state()
 
-    def _engine(self) -> Child:
+    def _engines(self) -> Iterable[Child]:
+        """Replicas on one queue: each has its own scheduler and KV."""
         environment = role_environment(self._config, ENGINE_SECTIONS, os.environ, more=("served_model_name",))
-        command = Command("engine", role("engine"), environment, stop_timeout=ENGINE_STOP_SECONDS)
-        return self._child(command, on_progress=self._engine_progress, on_exit=self._bury)
+        names = numbered("engine", self._config.parallel.data_parallel_size)
+        slowest = Slowest(names)
+        for name in names:
+            command = Command(name, role("engine"), environment, stop_timeout=ENGINE_STOP_SECONDS)
+            yield self._child(command, on_progress=partial(self._engine_progress, slowest, name), on_exit=self._bury)
 
     def _api_servers(self) -> Iterable[Child]:
         descriptor = self._listener.fileno()
@@ -144,9 +156,9 @@ class _Serve:
         if count > 1:  # whichever of them is scraped answers for all
             environment.setdefault(METRICS_DIRECTORY, str(self._scratch / "metrics"))
             Path(environment[METRICS_DIRECTORY]).mkdir(parents=True, exist_ok=True)
-        for number in range(count):
+        for name in numbered("api", count):
             command = Command(
-                "api" if count == 1 else f"api-{number}",
+                name,
                 role("api", "--fd", str(descriptor)),
                 environment,
                 inherited=(descriptor,),
@@ -163,11 +175,12 @@ class _Serve:
     def _child(self, command: Command, **watchers: Callable[..., Any]) -> Child:
         return Child(command, on_line=_write_line, **watchers)
 
-    def _engine_progress(self, report: dict[str, Any]) -> None:
-        if not self._serving and report["phase"] not in ("ready", "failed"):
-            self._display.update(report["phase"], report.get("fraction"))
-        elif report["phase"] == "ready" and self._serving:
-            log.info("the engine is ready again")
+    def _engine_progress(self, slowest: Slowest, name: str, report: dict[str, Any]) -> None:
+        if not self._serving:
+            if reached := slowest.report(name, report["phase"], report.get("fraction")):
+                self._display.update(*reached)
+        elif report["phase"] == "ready":
+            log.info("%s is ready again", name)
 
     async def _show_derived(self, engine: Child) -> None:
         with Bus(self._config.redis.redis_url) as bus:

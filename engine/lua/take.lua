@@ -1,16 +1,22 @@
 -- take: the requests that are next become the caller's.
 --
--- KEYS 1-9 ledger, 10 slot, 11 what the slot took last
--- ARGV slot, incarnation, count, nonce, now, consumer
+-- KEYS 1-9 ledger, 10 slot, 11 what the slot took last, 12 who shares, 13 prefix of slots
+-- ARGV slot, incarnation, count, nonce, now, prefix of consumers, most requests that the caller runs at once, share's time to live in ms
 -- Answer: a list of entry and payload.
+--
+-- No more than the caller's fair share: with what it has in flight it may come up to the level at which all that waits and all that its
+-- sharers have in flight would stand if it were poured over them, each filled no higher than it can run at once. A sharer is a living
+-- engine that asked within the time to live of a share; who is full for so long, sleeps or hangs holds nothing back. Whenever something
+-- waits, somebody stands below the level, or all are full and each takes what it has room for.
 --
 -- ZPOPMIN gives priorities, XCLAIM FORCE puts an entry that was never delivered on the caller's pending list, in any order. XREADGROUP >
 -- must not be used beside it: it would deliver the same entries again.
 -- Sent twice (the answer was lost): the nonce is that of the last take, whose entries are answered again.
 
-local SLOT, TAKEN = KEYS[10], KEYS[11]
+local SLOT, TAKEN, SHARES, ANY_SLOT = KEYS[10], KEYS[11], KEYS[12], KEYS[13]
 local TAKEN_TTL, LOST_RETENTION = 600000, 3600000 -- ms
-local slot, incarnation, count, nonce, now, consumer = unpack(ARGV)
+local slot, incarnation, count, nonce, now, any_consumer, most, share_ttl = unpack(ARGV)
+local consumer = any_consumer .. slot
 
 if fenced(SLOT, incarnation) then return redis.error_reply(FENCED) end
 
@@ -41,8 +47,54 @@ local function claim(member)
   return {entry, field_of(claimed[1][2], 'payload')}
 end
 
+-- Slot -> most requests at once, of everybody who shares, the caller among them.
+local function sharers()
+  local time = redis.call('TIME')
+  local clock = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+  redis.call('HSET', SHARES, slot, incarnation .. ' ' .. most .. ' ' .. string.format('%d', clock))
+  local said, found = redis.call('HGETALL', SHARES), {}
+  for i = 1, #said, 2 do
+    local holder, its_most, asked = string.match(said[i + 1], '^(%d+) (%d+) (%d+)$')
+    if clock - tonumber(asked) <= tonumber(share_ttl) and not fenced(ANY_SLOT .. said[i], holder) then
+      found[said[i]] = tonumber(its_most)
+    end
+  end
+  return found
+end
+
+-- Consumer -> requests in flight.
+local function in_flight()
+  local found = {}
+  for _, item in ipairs(redis.call('XPENDING', REQUESTS, GROUP)[4] or {}) do found[item[1]] = tonumber(item[2]) end
+  return found
+end
+
+-- How many of the `waiting` requests are the caller's to take, if it has room for them.
+local function fair_share(waiting)
+  local held, total, limits = in_flight(), waiting, {}
+  local mine = held[consumer] or 0
+  local shares = sharers()
+  for number, its_most in pairs(shares) do
+    local its_held = held[any_consumer .. number] or 0
+    total = total + its_held
+    limits[#limits + 1] = math.max(its_most, its_held)
+  end
+  table.sort(limits)
+  for i, limit in ipairs(limits) do
+    local level = total / (#limits - i + 1) -- of those who are not full
+    if limit >= level then return math.min(math.ceil(level), math.max(shares[slot], mine)) - mine end
+    total = total - limit
+  end
+  return waiting -- all are full
+end
+
 local answer, entries = {}, {}
-local popped = redis.call('ZPOPMIN', ORDER, count)
+local waiting = redis.call('ZCARD', ORDER)
+if waiting == 0 then
+  sharers()
+  return answer
+end
+local popped = redis.call('ZPOPMIN', ORDER, math.max(0, math.min(tonumber(count), fair_share(waiting))))
 for i = 1, #popped, 2 do
   local taken = claim(popped[i])
   if taken then

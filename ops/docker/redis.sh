@@ -16,7 +16,7 @@ user default off
 user health on nopass +ping
 user admin on >$REDIS_ADMIN_PASSWORD ~* &* +@all
 user api on >$REDIS_API_PASSWORD &headrace:* $commands $ledger ~$model:control:* ~headrace:api:* ~headrace:apis $slots %R~$model:tokenizer:* %R~$model:journal:* %R~$model:usage:* %R~headrace:models
-user engine on >$REDIS_ENGINE_PASSWORD &headrace:* $commands $ledger ~$model:control:* $slots ~$model:claim:* ~$model:taken:* ~$model:journal:* ~$model:tokenizer:* ~headrace:models
+user engine on >$REDIS_ENGINE_PASSWORD &headrace:* $commands $ledger ~$model:control:* $slots ~$model:claim:* ~$model:taken:* ~$model:shares ~$model:journal:* ~$model:tokenizer:* ~headrace:models
 user worker on >$REDIS_WORKER_PASSWORD &headrace:* $commands $ledger ~$model:control:* ~$model:usage:* ~$model:absent:* $slots %R~headrace:models ~headrace:api:* ~headrace:apis ~headrace:absent:* ~headrace:celery:*
 ACL
 

@@ -85,8 +85,11 @@ class World:
         limits = limits or calls.AdmissionLimits(require_engine=False)
         return self.bus.run(calls.enqueue(self.model, requests, facts, limits))
 
-    def take(self, engine: Engine, count: int = 1) -> list[str]:
-        taken = self.bus.run(calls.take(self.model, engine.slot, engine.incarnation, count))
+    def take_call(self, engine: Engine, count: int = 1, max_num_seqs: int = 1024) -> calls.Call[list[calls.Taken]]:
+        return calls.take(self.model, engine.slot, engine.incarnation, count, max_num_seqs)
+
+    def take(self, engine: Engine, count: int = 1, max_num_seqs: int = 1024) -> list[str]:
+        taken = self.bus.run(self.take_call(engine, count, max_num_seqs))
         ids = [decode_request(payload).request_id for _, payload in taken]
         engine.running += ids
         return ids

@@ -69,7 +69,7 @@ class Walk:
     def repeat_take(self) -> None:
         if self.alive:
             engine = self.random.choice(self.alive)
-            call = calls.take(self.world.model, engine.slot, engine.incarnation, 2)
+            call = self.world.take_call(engine, 2)
             first = self.world.bus.run(call)
             if first:
                 assert self.world.bus.run(call) == first
@@ -116,7 +116,7 @@ class Walk:
         if self.dead:
             engine = self.random.choice(self.dead)
             with pytest.raises(calls.Fenced):
-                self.world.bus.run(calls.take(self.world.model, engine.slot, engine.incarnation, 5))
+                self.world.bus.run(self.world.take_call(engine, 5))
             with pytest.raises(calls.Fenced):
                 self.world.bus.run(self.world.flush_call(engine, engine.running))
 

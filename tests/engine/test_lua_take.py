@@ -42,7 +42,7 @@ def test_a_lost_answer_loses_no_request(world: World) -> None:
     with LossyProxy(world.url) as proxy, Bus(proxy.url) as bus:
         bus.run(calls.queue_depth(world.model))
         proxy.losses = 1
-        taken = bus.run(calls.take(world.model, engine.slot, engine.incarnation, 2))
+        taken = bus.run(world.take_call(engine, 2))
         assert proxy.lost == 1
     assert [decode_request(payload).request_id for _, payload in taken] == ["r1", "r2"]
     assert len(world.pending()) == 2
@@ -52,7 +52,7 @@ def test_a_lost_answer_loses_no_request(world: World) -> None:
 def test_run_again_long_after_the_answer_was_lost_it_gives_the_same(world: World) -> None:
     world.enqueue(*(world.request() for _ in range(4)))
     engine = world.engine()
-    call = calls.take(world.model, engine.slot, engine.incarnation, 2)
+    call = world.take_call(engine, 2)
     with LossyProxy(world.url) as proxy, Bus(proxy.url, patience=0.3) as bus:
         bus.run(calls.queue_depth(world.model))
         proxy.losses = 1_000
@@ -115,7 +115,7 @@ def test_an_unreadable_entry_is_rejected_once(world: World) -> None:
     request = world.request("a")
     world.enqueue(request)
     engine = world.engine()
-    (taken,) = world.bus.run(calls.take(world.model, engine.slot, engine.incarnation, 1))
+    (taken,) = world.bus.run(world.take_call(engine, 1))
     call = calls.reject(world.model, engine.slot, engine.incarnation, taken.entry, "cannot be read")
     with Listener(world) as listener:
         assert world.bus.run(call) is True
@@ -135,7 +135,7 @@ def test_an_unreadable_entry_is_rejected_once(world: World) -> None:
 def test_a_zombie_rejects_nothing(world: World) -> None:
     world.enqueue(world.request("a"))
     zombie = world.engine()
-    (taken,) = world.bus.run(calls.take(world.model, zombie.slot, zombie.incarnation, 1))
+    (taken,) = world.bus.run(world.take_call(zombie, 1))
     world.crash(zombie)
     with pytest.raises(calls.Fenced):
         world.bus.run(calls.reject(world.model, zombie.slot, zombie.incarnation, taken.entry, "x"))

@@ -209,10 +209,24 @@ def test_capacity(folder):
     assert other.capacity().fingerprint != capacity.fingerprint == runner.capacity().fingerprint
 
 
-def test_default_threads_leave_a_core_to_the_front_end(monkeypatch):
+@pytest.mark.parametrize(
+    ("cores", "replicas", "ranks", "threads"),
+    [
+        (1, 0, 1, 1),
+        (2, 0, 1, 2),
+        (2, 0, 2, 1),
+        (8, 0, 1, 7),
+        (8, 1, 3, 2),
+        (4, 0, 8, 1),
+        (2, 2, 1, 2),
+        (8, 4, 1, 2),
+        (5, 2, 1, 2),
+        (4, 8, 1, 1),
+    ],
+)
+def test_default_threads_are_a_part_of_the_cores(monkeypatch, cores, replicas, ranks, threads):
     config = make_config("")
     config.parallel.num_threads = 0
-    for cores, ranks, threads in [(1, 1, 1), (2, 1, 2), (2, 2, 1), (8, 1, 7), (8, 3, 2), (4, 8, 1)]:
-        monkeypatch.setattr("kernels.cpu_threads.available_cores", lambda cores=cores: cores)
-        config.parallel.tensor_parallel_size = ranks
-        assert num_compute_threads(config) == threads
+    config.parallel.data_parallel_size, config.parallel.tensor_parallel_size = replicas, ranks
+    monkeypatch.setattr("gpu.machine.available_cores", lambda: cores)
+    assert num_compute_threads(config) == threads

@@ -62,7 +62,7 @@ def enqueue(bus: Bus, external_id: str, number: int) -> str:
 
 
 def take(bus: Bus, slot: ClaimedSlot, request_id: str, step: int) -> None:
-    bus.run(calls.take(MODEL, slot.slot, slot.incarnation, 1))
+    bus.run(calls.take(MODEL, slot.slot, slot.incarnation, 1, 16))
     now = time.time()
     started = [(request_id, {"received": str(now), "scheduled": str(now + 0.25)})]
     bus.run(calls.flush(MODEL, slot.slot, slot.incarnation, step, started=started))
