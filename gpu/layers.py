@@ -7,7 +7,6 @@ as in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053). A column-parallel lay
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from gpu.distributed import TensorParallelGroup
 from gpu.linear import Linear
@@ -39,21 +38,21 @@ class RowParallelLinear:
 
 
 class VocabParallelEmbedding:
-    """weight: [shard_width, hidden], the rows of this rank's part of the vocabulary, padded with zeros to equal width."""
+    """`table` holds the rows of this rank's part of the vocabulary, with zeros to equal width: [shard_width, hidden]."""
 
-    def __init__(self, weight: torch.Tensor, vocab_size: int, activations: torch.dtype, group: TensorParallelGroup) -> None:
-        self.weight = weight
-        self.activations = activations
+    def __init__(self, table: Linear, vocab_size: int, group: TensorParallelGroup) -> None:
+        self.table = table
         self.group = group
-        self.first = group.shard(vocab_size).start
+        self.shard = group.shard(vocab_size)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [num_tokens] int64; returns [num_tokens, hidden] in the activations' type, memory of its own."""
         if self.group.size == 1:
-            return F.embedding(token_ids, self.weight).to(self.activations)
-        local = token_ids - self.first
-        mine = (local >= 0) & (local < self.weight.shape[0])
-        embedded = F.embedding(local.clamp(0, self.weight.shape[0] - 1), self.weight).to(self.activations)
+            return self.table.rows(token_ids)
+        local = token_ids - self.shard.start
+        width = self.shard.stop - self.shard.start
+        mine = (local >= 0) & (local < width)
+        embedded = self.table.rows(local.clamp(0, width - 1))
         return self.group.all_reduce(embedded.masked_fill_(~mine.unsqueeze(1), 0.0))
 
 

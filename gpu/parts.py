@@ -18,6 +18,7 @@ import torch
 
 from gpu.attention import AttentionMetadata, Pace
 from gpu.batch import Step
+from kernels import cpu_threads
 
 T = TypeVar("T")
 
@@ -74,9 +75,10 @@ def _cut(step: Step, begin: int, end: int) -> AttentionMetadata:
 
 
 class Team:
-    """The calling thread and `size` - 1 more, each of which runs torch's operations alone.
+    """The calling thread and `size` - 1 more, each of which runs operations alone.
 
-    A step in one piece is for torch's own threads, where more than two cores make a lost time slice at their barriers rare.
+    A step in one piece is for the threads inside operations, where more than two cores make a lost time slice at their barriers
+    rare.
     """
 
     def __init__(self, size: int) -> None:
@@ -86,7 +88,8 @@ class Team:
     def map(self, work: Callable[[Part], T], parts: list[Part]) -> list[T]:
         """work(part) for each part, the last of them here. When one raises, the others are let go, and it is raised."""
         if self.size > 2:
-            torch.set_num_threads(self.size if len(parts) == 1 else 1)
+            for set_num_threads in (torch.set_num_threads, cpu_threads.set_num_threads):
+                set_num_threads(self.size if len(parts) == 1 else 1)
         others = [self._others.submit(_guarded, work, part) for part in parts[:-1]] if self._others is not None else []
         try:
             last = _guarded(work, parts[-1])

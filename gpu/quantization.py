@@ -1,6 +1,7 @@
-"""Quantized blocks to float32: the GGUF types that llama.cpp's common quantizations are made of. Torch-free.
+"""Quantized blocks to float32, or to codes, scales and minima: the GGUF types that llama.cpp's common quantizations are made of.
 
-The arithmetic is the `gguf` package's, which llama.cpp's authors keep equal to ggml's own; golden values are in the tests.
+Dequantization is the `gguf` package's, which llama.cpp's authors keep equal to ggml's own; golden values are in the tests. Layouts
+of blocks as in ggml's `ggml-common.h`. Torch-free.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from typing import Any
 
 import numpy as np
 from gguf import quants
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
+
+from kernels.blocks import Blocks
 
 # A "K" file mixes several: rows that do not divide into blocks of 256 fall back to the types with blocks of 32.
 SUPPORTED_TYPES = {
@@ -26,3 +29,96 @@ def dequantize(blocks: NDArray[np.uint8], type: GGMLQuantizationType) -> NDArray
         return blocks.view(np.float16).astype(np.float32)
     values: NDArray[Any] = quants.dequantize(blocks, type)
     return values
+
+
+def split_blocks(blocks: NDArray[np.uint8], type: GGMLQuantizationType) -> Blocks | None:
+    """[rows, bytes] of whole blocks, taken apart and not computed with; None for a type whose elements stand alone."""
+    splitter = _SPLITTERS.get(type.name)
+    if splitter is None:
+        return None
+    _, block_bytes = GGML_QUANT_SIZES[type]
+    rows = len(blocks)
+    codes, scales, minima, bits = splitter(np.ascontiguousarray(blocks).reshape(-1, block_bytes))
+    return Blocks(codes.reshape(rows, -1), *(np.ascontiguousarray(x, np.float32).reshape(rows, -1) for x in (scales, minima)), bits)
+
+
+_Split = tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32], int]
+
+
+def _halves(blocks: NDArray[np.uint8], begin: int) -> NDArray[np.float32]:
+    """The float16 at byte `begin` of each block, [blocks, 1]."""
+    return np.ascontiguousarray(blocks[:, begin : begin + 2]).view(np.float16).astype(np.float32)
+
+
+def _nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[..., n] bytes to [..., 2 n]: all low halves, then all high ones."""
+    return np.concatenate([packed & 15, packed >> 4], axis=-1)
+
+
+def _fifth_bits(blocks: NDArray[np.uint8], begin: int) -> NDArray[np.uint8]:
+    """A bit an element of 32, from the 4 bytes at `begin`, as 16 or 0."""
+    return np.unpackbits(blocks[:, begin : begin + 4], axis=1, bitorder="little") << 4
+
+
+def _split_q4_0(blocks: NDArray[np.uint8]) -> _Split:
+    scales = _halves(blocks, 0)
+    return _nibbles(blocks[:, 2:18]), scales, -8 * scales, 4
+
+
+def _split_q4_1(blocks: NDArray[np.uint8]) -> _Split:
+    return _nibbles(blocks[:, 4:20]), _halves(blocks, 0), _halves(blocks, 2), 4
+
+
+def _split_q5_0(blocks: NDArray[np.uint8]) -> _Split:
+    scales = _halves(blocks, 0)
+    return _nibbles(blocks[:, 6:22]) | _fifth_bits(blocks, 2), scales, -16 * scales, 8
+
+
+def _split_q5_1(blocks: NDArray[np.uint8]) -> _Split:
+    return _nibbles(blocks[:, 8:24]) | _fifth_bits(blocks, 4), _halves(blocks, 0), _halves(blocks, 2), 8
+
+
+def _split_q8_0(blocks: NDArray[np.uint8]) -> _Split:
+    scales = _halves(blocks, 0)
+    return blocks[:, 2:34] ^ 128, scales, -128 * scales, 8
+
+
+def _k_scales(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Eight scales and eight minima of 6 bits out of 12 bytes: [blocks, 8] each."""
+    low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1)
+    minima = np.concatenate([middle & 63, (high >> 4) | (middle >> 6 << 4)], axis=1)
+    return scales, minima
+
+
+def _split_q4_k(blocks: NDArray[np.uint8]) -> _Split:
+    scales, minima = _k_scales(blocks[:, 4:16])
+    codes = _nibbles(blocks[:, 16:144].reshape(-1, 4, 32))
+    return codes, _halves(blocks, 0) * scales, -(_halves(blocks, 2) * minima), 4
+
+
+def _split_q5_k(blocks: NDArray[np.uint8]) -> _Split:
+    scales, minima = _k_scales(blocks[:, 4:16])
+    low = _nibbles(blocks[:, 48:176].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    high = (blocks[:, np.newaxis, 16:48] >> np.arange(8, dtype=np.uint8)[:, np.newaxis]) & 1
+    return low | high << 4, _halves(blocks, 0) * scales, -(_halves(blocks, 2) * minima), 8
+
+
+def _split_q6_k(blocks: NDArray[np.uint8]) -> _Split:
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 8, 32)
+    pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, np.newaxis]
+    high = (pairs & 3).reshape(-1, 8, 32)
+    scales = _halves(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    return low | high << 4, scales, -32 * scales, 8
+
+
+_SPLITTERS = {
+    "Q4_0": _split_q4_0,
+    "Q4_1": _split_q4_1,
+    "Q5_0": _split_q5_0,
+    "Q5_1": _split_q5_1,
+    "Q8_0": _split_q8_0,
+    "Q4_K": _split_q4_k,
+    "Q5_K": _split_q5_k,
+    "Q6_K": _split_q6_k,
+}

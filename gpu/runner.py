@@ -18,6 +18,7 @@ from gpu.kv_cache import KVCache
 from gpu.linear import DTYPES, Numerics
 from gpu.machine import compute_threads
 from gpu.models import load_model
+from gpu.packed import open_weights, packed_identity
 from gpu.parts import Part, Team, split
 from gpu.plan import Int32Array, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
 from gpu.profile import Profiler
@@ -27,7 +28,7 @@ from kernels import cpu_threads
 
 # Changes whenever kernels or layers change what they compute beyond the last bits of float32: engines of different numerics must
 # not take over each other's requests.
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 PROMPT_LOGPROB_ROWS = 64  # positions whose logits stand in memory at once: 12 MB at a vocabulary of 49152
 
 
@@ -49,8 +50,9 @@ class ModelRunner:
         self.team = Team(num_threads if in_parts else 1)
         torch.set_num_threads(1 if in_parts else num_threads)
         cpu_threads.set_num_threads(1 if in_parts else num_threads)
-        self.model = load_model(self.checkpoint, self.numerics, self.device, self.group, progress)
         self.fingerprint = self._fingerprint()
+        weights = open_weights(self._weights_folder(), packed_identity(self.checkpoint, self.numerics, self.group))
+        self.model = load_model(self.checkpoint, self.numerics, self.device, self.group, progress, weights)
         self.checkpoint.close()
 
     @torch.inference_mode()
@@ -167,6 +169,11 @@ class ModelRunner:
         return Batch(
             self.config.max_num_seqs, max_model_len, self.config.cache.block_size, self.model.config.vocab_size, self.device
         )
+
+    def _weights_folder(self) -> str:
+        """Where packed weights are shared; empty: nowhere. Weights on a GPU and random ones are not."""
+        folder = self.config.model.weights_cache_dir
+        return folder if folder != "none" and self.device.type == "cpu" and self.checkpoint.stamp() else ""
 
     def _fingerprint(self) -> str:
         numerics = f"{self.checkpoint.content_hash()} {self.numerics} {self.kv_dtype} {self.device.type} {NUMERICS_VERSION}"

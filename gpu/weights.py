@@ -23,7 +23,8 @@ from gpu.errors import CheckpointError
 from gpu.gguf import GGUFFile, TensorInfo
 from gpu.gguf_architecture import gguf_name, hf_config, permuted_heads
 from gpu.models.config import ArchitectureConfig
-from gpu.quantization import SUPPORTED_TYPES, dequantize
+from gpu.quantization import SUPPORTED_TYPES, dequantize, split_blocks
+from kernels.blocks import Blocks
 
 __all__ = ["Checkpoint", "CheckpointError", "DummyCheckpoint", "GGUFCheckpoint", "SafetensorsCheckpoint", "open_checkpoint"]
 
@@ -55,6 +56,17 @@ class Checkpoint(ABC):
         if row_range.step != 1 or (column_range is not None and column_range.step != 1) or (columns and column_range is None):
             raise ValueError(f"cannot cut {rows}, {columns} out of {name} of shape {shape}")
         return self._read(name, dtype, row_range, column_range).contiguous()
+
+    def blocks(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Blocks | None:
+        """The matrix `name`, or rows and columns of it, as the file quantizes it; None where it does not.
+
+        Raises CheckpointError where the columns cut through blocks.
+        """
+        return None
+
+    def stamp(self) -> str:
+        """Changes when the files do, though not their lengths and headers; empty: no files."""
+        return ""
 
     @abstractmethod
     def _read(self, name: str, dtype: torch.dtype, rows: range, columns: range | None) -> torch.Tensor:
@@ -125,6 +137,9 @@ class SafetensorsCheckpoint(Checkpoint):
                 digest.update(b"%d" % path.stat().st_size + file.read(length) + _sample(path))
         return digest.hexdigest()
 
+    def stamp(self) -> str:
+        return " ".join(str(path.stat().st_mtime_ns) for path in self._files)
+
     def describe(self) -> str:
         return str(self.folder)
 
@@ -179,6 +194,24 @@ class GGUFCheckpoint(Checkpoint):
         wanted = blocks[source - first, first_block * block_bytes : stop_block * block_bytes]
         offset = columns.start - first_block * size
         return dequantize(wanted, tensor.type)[:, offset : offset + len(columns)]
+
+    def blocks(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Blocks | None:
+        tensor = self._tensors[name]
+        source = self._source_rows(name, tensor.shape[0])[rows or slice(None)]
+        first, last = int(source.min()), int(source.max())
+        raw = np.frombuffer(self._file.read_rows(tensor, first, last + 1), np.uint8).reshape(-1, tensor.row_bytes)
+        whole = split_blocks(raw[source - first], tensor.type)
+        if whole is None or columns is None:
+            return whole
+        try:
+            return whole.columns(*columns.indices(tensor.shape[1])[:2])
+        except ValueError as error:
+            raise CheckpointError(
+                f"tensor {name} cannot be divided among the ranks as it is quantized: {error}; use --quantization none"
+            ) from None
+
+    def stamp(self) -> str:
+        return str(self._file.path.stat().st_mtime_ns)
 
     def _read_vector(self, name: str, tensor: TensorInfo) -> torch.Tensor:
         blocks = np.frombuffer(self._file.read_rows(tensor, 0, 1), np.uint8).reshape(1, -1)

@@ -62,9 +62,8 @@ def paged_attention(
         context_lens.numpy(),
         make_tiles(query_start.numpy(), tile_tokens),
     )
-    num_items = len(arrays[-1]) * num_kv_heads
     scales = (np.float32(scale), np.float32(soft_cap))
-    for_ranges(lambda begin, end: attend(*arrays, tile_tokens, *scales, window, begin, end), num_items)
+    for_ranges(lambda begin, end: attend(*arrays, tile_tokens, *scales, window, begin, end), len(arrays[-1]))
     return out.to(query.dtype)
 
 

@@ -23,29 +23,36 @@ from kernels.cpu_vectors import (
 )
 
 TILE_FLOATS = 4096  # accumulators of a tile, 16 KiB: with a key and a value block of 4 KiB each they stay in a 32 KiB L1 cache
+SPAN_TOKENS = 64  # of the cache between two looks at the highest score; spans begin at multiples of it, whatever the step
 _ONE, _TWO = np.float32(1.0), np.float32(2.0)
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
 @numba.njit(inline="always")
-def _subtract_highest(scores, weighted, highest, sums, row, low, high, soft_cap, head_dim, block_size):
+def _subtract_highest(scores, weighted, highest, sums, row, low, high, soft_cap, head_dim, width):
     """Scores of a row become distances below the highest so far; what the row has shrinks where that grows."""
     if soft_cap > 0.0:
-        for t in range(block_size):  # soft_cap * tanh(score / soft_cap)
+        for t in range(width):  # soft_cap * tanh(score / soft_cap)
             scores[row, t] = soft_cap - _TWO * soft_cap / (exp_float32(scores[row, t] * (_TWO / soft_cap)) + _ONE)
-    if high - low < block_size:
-        for t in range(block_size):
+    if high - low < width:
+        for t in range(width):
             if t < low or t >= high:
                 scores[row, t] = _MINUS_INFINITY
-    highest_now = max(highest[row], largest(scores, row, block_size))
+    highest_now = max(highest[row], largest(scores, row, width))
     if highest_now > highest[row]:
         shrink = exp_float32(highest[row] - highest_now)
         sums[row] *= shrink
         for d in range(head_dim):
             weighted[row, d] *= shrink
         highest[row] = highest_now
-    for t in range(block_size):
+    for t in range(width):
         scores[row, t] -= highest_now
+
+
+@numba.njit(inline="always")
+def _seen(position, window, width):
+    """First and end of the tokens of a span that a query at `position` of it sees."""
+    return max(0, position - window + 1) if window > 0 else 0, min(width, position + 1)
 
 
 @numba.njit(inline="always")
@@ -56,19 +63,20 @@ def _exponentiate(x):
 
 
 @numba.njit(inline="always")
-def _add_weights(scores, sums, row, low, high, block_size):
-    if high - low < block_size:  # masked weights are 0
-        for t in range(block_size):
+def _add_weights(scores, sums, row, low, high, width):
+    if high - low < width:  # masked weights are 0
+        for t in range(width):
             if t < low or t >= high:
                 scores[row, t] = np.float32(0.0)
-    sums[row] += total(scores, row, block_size)
+    sums[row] += total(scores, row, width)
 
 
 @functools.cache
 def make_attend(head_dim: int, block_size: int) -> Callable[..., None]:
     """attend(out, query, key_cache, value_cache, block_tables, rows, query_start, context_lens, tiles, tile_tokens, scale,
-    soft_cap, window, begin, end): work items begin..end-1; item = tile * num_kv_heads + kv head. Caches as `cpu_math.widen` knows
-    them."""
+    soft_cap, window, begin, end): tiles begin..end-1. Caches as `cpu_math.widen` knows them."""
+    blocks = max(1, SPAN_TOKENS // block_size)
+    width = blocks * block_size
 
     @numba.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
     def attend(
@@ -77,69 +85,84 @@ def make_attend(head_dim: int, block_size: int) -> Callable[..., None]:
     ):  # fmt: skip
         num_kv_heads = key_cache.shape[1]
         group = query.shape[1] // num_kv_heads
-        most_rows = tile_tokens * group
+        most_rows = max(tile_tokens, num_kv_heads) * group
         queries = np.empty((most_rows, head_dim), np.float32)
         weighted = np.empty((most_rows, head_dim), np.float32)  # sum of exp(score - highest) * value
         highest = np.empty(most_rows, np.float32)
         sums = np.empty(most_rows, np.float32)  # sum of exp(score - highest)
-        scores = np.empty((most_rows, block_size), np.float32)
+        scores = np.empty((most_rows, width), np.float32)
         all_scores = scores.reshape(-1)
-        for item in range(begin, end):
-            request, first = tiles[item // num_kv_heads]
-            kv_head = item % num_kv_heads
+        for tile in range(begin, end):
+            request, first = tiles[tile]
+            block_table = block_tables[rows[request]]
             last = min(first + tile_tokens, query_start[request + 1]) - 1
-            num_rows = (last - first + 1) * group
+            num_tokens = last - first + 1
+            num_rows = num_tokens * group  # of a key-value head
             shift = context_lens[request] - query_start[request + 1]  # position of a token = its index + shift
-            for row in range(num_rows):
-                for d in range(head_dim):
-                    queries[row, d] = query[first + row // group, kv_head * group + row % group, d] * scale
-                    weighted[row, d] = 0.0
-                highest[row] = _MINUS_INFINITY
-                sums[row] = 0.0
             first_seen = max(0, first + shift - window + 1) if window > 0 else 0
-            for block_index in range(first_seen // block_size, (last + shift) // block_size + 1):
-                block = block_tables[rows[request], block_index]
-                keys = key_cache[block, kv_head]
-                values = value_cache[block, kv_head]
-                start = first + shift - block_index * block_size  # the first query's position, counted from the block's first
-                row = 0
-                if window == 0:  # queries before the block see nothing of it
-                    row = max(0, -start) * group
-                while row < num_rows:
-                    count = min(4, num_rows - row)
-                    if count == 4:
-                        scores4(scores, queries, row, keys, head_dim, block_size)
-                    elif count == 3:
-                        scores3(scores, queries, row, keys, head_dim, block_size)
-                    elif count == 2:
-                        scores2(scores, queries, row, keys, head_dim, block_size)
-                    else:
-                        scores1(scores, queries, row, keys, head_dim, block_size)
-                    for r in range(row, row + count):
-                        position = start + r // group
-                        high = min(block_size, position + 1)
-                        low = max(0, position - window + 1) if window > 0 else 0
-                        _subtract_highest(scores, weighted, highest, sums, r, low, high, soft_cap, head_dim, block_size)
-                    _exponentiate(all_scores[row * block_size : (row + count) * block_size])
-                    lowest, top = block_size, 0  # the tokens that any of these rows sees: what others left there may be NaN
-                    for r in range(row, row + count):
-                        position = start + r // group
-                        high = min(block_size, position + 1)
-                        low = max(0, position - window + 1) if window > 0 else 0
-                        _add_weights(scores, sums, r, low, high, block_size)
-                        if low < high:
-                            lowest, top = min(lowest, low), max(top, high)
-                    if count == 4:
-                        add_weighted4(weighted, scores, row, values, lowest, top, head_dim, block_size)
-                    elif count == 3:
-                        add_weighted3(weighted, scores, row, values, lowest, top, head_dim, block_size)
-                    elif count == 2:
-                        add_weighted2(weighted, scores, row, values, lowest, top, head_dim, block_size)
-                    else:
-                        add_weighted1(weighted, scores, row, values, lowest, top, head_dim, block_size)
-                    row += count
-            for row in range(num_rows):
-                for d in range(head_dim):
-                    out[first + row // group, kv_head * group + row % group, d] = weighted[row, d] / sums[row]
+            # Few tokens take all heads of a span before the next span: a block's heads lie side by side in memory, which then
+            # comes in order. Many tokens take a head's spans first, whose keys and values stay in the cache meanwhile.
+            heads_at_once = num_kv_heads if num_tokens * num_kv_heads <= most_rows // group else 1
+            for first_head in range(0, num_kv_heads, heads_at_once):
+                for row in range(heads_at_once * num_rows):
+                    token, head = first + row % num_rows // group, (first_head + row // num_rows) * group + row % group
+                    for d in range(head_dim):
+                        queries[row, d] = query[token, head, d] * scale
+                        weighted[row, d] = 0.0
+                    highest[row] = _MINUS_INFINITY
+                    sums[row] = 0.0
+                for span in range(first_seen // width, (last + shift) // width + 1):
+                    start = first + shift - span * width  # the first query's position, counted from the span's first
+                    unseeing = 0
+                    if window == 0:  # queries before the span see nothing of it
+                        unseeing = max(0, -start) * group
+                    for head in range(heads_at_once):
+                        row = head * num_rows + unseeing
+                        while row < (head + 1) * num_rows:
+                            count = min(4, (head + 1) * num_rows - row)
+                            position = start + (row - head * num_rows) // group  # of the first of these rows
+                            offset = (row - head * num_rows) % group
+                            lowest, top = width, 0  # the tokens that any of them sees: what others left there may be NaN
+                            for r in range(count):
+                                low, high = _seen(position + (offset + r) // group, window, width)
+                                if low < high:
+                                    lowest, top = min(lowest, low), max(top, high)
+                            first_block, end_block = lowest // block_size, (top + block_size - 1) // block_size
+                            for index in range(first_block, end_block):
+                                keys = key_cache[block_table[span * blocks + index], first_head + head]
+                                place = row * width + index * block_size
+                                if count == 4:
+                                    scores4(all_scores, place, width, queries, row, keys, head_dim, block_size)
+                                elif count == 3:
+                                    scores3(all_scores, place, width, queries, row, keys, head_dim, block_size)
+                                elif count == 2:
+                                    scores2(all_scores, place, width, queries, row, keys, head_dim, block_size)
+                                else:
+                                    scores1(all_scores, place, width, queries, row, keys, head_dim, block_size)
+                            for r in range(count):
+                                low, high = _seen(position + (offset + r) // group, window, width)
+                                _subtract_highest(scores, weighted, highest, sums, row + r, low, high, soft_cap, head_dim, width)
+                            _exponentiate(all_scores[row * width : (row + count) * width])
+                            for r in range(count):
+                                low, high = _seen(position + (offset + r) // group, window, width)
+                                _add_weights(scores, sums, row + r, low, high, width)
+                            for index in range(first_block, end_block):
+                                values = value_cache[block_table[span * blocks + index], first_head + head]
+                                place = row * width + index * block_size
+                                low = max(0, lowest - index * block_size)
+                                high = min(block_size, top - index * block_size)
+                                if count == 4:
+                                    add_weighted4(weighted, row, all_scores, place, width, values, low, high, head_dim)
+                                elif count == 3:
+                                    add_weighted3(weighted, row, all_scores, place, width, values, low, high, head_dim)
+                                elif count == 2:
+                                    add_weighted2(weighted, row, all_scores, place, width, values, low, high, head_dim)
+                                else:
+                                    add_weighted1(weighted, row, all_scores, place, width, values, low, high, head_dim)
+                            row += count
+                for row in range(heads_at_once * num_rows):
+                    token, head = first + row % num_rows // group, (first_head + row // num_rows) * group + row % group
+                    for d in range(head_dim):
+                        out[token, head, d] = weighted[row, d] / sums[row]
 
     return attend

@@ -16,7 +16,8 @@ CHUNKS_PER_THREAD = 4  # items differ in cost (prefill tiles beside decodes), so
 class _Threads:
     def __init__(self) -> None:
         self.count = 1
-        self.pool: ThreadPoolExecutor | None = None
+        self.most = 1
+        self.pool: ThreadPoolExecutor | None = None  # of `most` - 1 threads
 
 
 _threads = _Threads()
@@ -24,18 +25,17 @@ _threads = _Threads()
 
 def set_num_threads(count: int) -> None:
     """Threads that kernels of this process use from now on; not to be called while a kernel runs."""
-    if count == _threads.count:
-        return
-    if _threads.pool is not None:
-        _threads.pool.shutdown()
     _threads.count = count
-    _threads.pool = ThreadPoolExecutor(count - 1, "kernel") if count > 1 else None
+    if count > _threads.most:
+        if _threads.pool is not None:
+            _threads.pool.shutdown()
+        _threads.most, _threads.pool = count, ThreadPoolExecutor(count - 1, "kernel")
 
 
 def for_ranges(work: Callable[[int, int], None], num_items: int) -> None:
     """Calls `work(begin, end)` on ranges that together cover 0..num_items-1; returns when all are done."""
     pool = _threads.pool
-    if pool is None or num_items < 2 * _threads.count:
+    if pool is None or _threads.count == 1 or num_items < 2 * _threads.count:
         work(0, num_items)
         return
     num_chunks = min(num_items, _threads.count * CHUNKS_PER_THREAD)

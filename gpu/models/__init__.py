@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from gpu.distributed import TensorParallelGroup
     from gpu.linear import Numerics
     from gpu.models.decoder import CausalLM
+    from gpu.packed import PrivateWeights, SharedWeights
     from gpu.weights import Checkpoint
 
 
@@ -20,9 +21,15 @@ def load_model(
     device: torch.device,
     group: TensorParallelGroup,
     progress: Callable[[float], None] = lambda fraction: None,
+    weights: PrivateWeights | SharedWeights | None = None,
 ) -> CausalLM:
-    """This rank's shard of the model. `progress` hears the fraction loaded, 0 to 1. Raises CheckpointError with the reason."""
+    """This rank's shard of the model. `progress` hears the fraction loaded, 0 to 1; `weights` keeps
+    the packed matrices, by default in private memory. Raises CheckpointError with the reason."""
     from gpu.models.decoder import CausalLM  # here: gpu.models.config, beside it, is imported where torch is not
     from gpu.models.shards import ShardReader
+    from gpu.packed import PrivateWeights
 
-    return CausalLM(ShardReader(checkpoint, numerics, device, group, progress))
+    weights = weights or PrivateWeights()
+    model = CausalLM(ShardReader(checkpoint, numerics, device, group, progress, weights))
+    weights.close()
+    return model

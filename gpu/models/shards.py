@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from gpu.distributed import TensorParallelGroup
 from gpu.layers import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
-from gpu.linear import Linear, Numerics, make_linear
+from gpu.linear import Linear, Numerics, open_linear, pack
+from gpu.packed import PackedMatrix, PrivateWeights, SharedWeights
 from gpu.weights import Checkpoint
+from kernels.blocks import Blocks, join_rows
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows and columns of a tensor of the checkpoint."""
+
+    name: str
+    rows: slice | None = None
+    columns: slice | None = None
 
 
 class ShardReader:
@@ -20,6 +32,7 @@ class ShardReader:
         device: torch.device,
         group: TensorParallelGroup,
         progress: Callable[[float], None],
+        weights: PrivateWeights | SharedWeights,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config
@@ -28,66 +41,80 @@ class ShardReader:
         self.group = group
         self.num_bytes = 0
         self._progress = progress
+        self._weights = weights
         self._names = frozenset(checkpoint.names())
-        self._num_read = 0
+        self._num_made = 0
 
     def has(self, name: str) -> bool:
         return name in self._names
 
     def vector(self, name: str) -> torch.Tensor:
         """A norm's weight, whole on every rank."""
-        return self._keep(self._read(name, dtype=self.numerics.activations))
+        part = self.checkpoint.tensor(name, self.numerics.activations)
+        self.num_bytes += part.nbytes
+        self._made(1)
+        return part.to(self.device)
 
     def column_parallel(self, *names: str) -> Linear:
         """This rank's outputs of each of the layers `names`, the first's before the second's."""
         shards = [self.group.shard(self.checkpoint.shapes[f"{name}.weight"][0]) for name in names]
         bias = None
         if self.has(names[0] + ".bias"):
-            bias = torch.cat([self._read(f"{name}.bias", rows=shard) for name, shard in zip(names, shards, strict=True)])
-        weights = [self._read(f"{name}.weight", rows=shard) for name, shard in zip(names, shards, strict=True)]
-        return self._linear(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
+            bias = torch.cat([self._bias(f"{name}.bias", shard) for name, shard in zip(names, shards, strict=True)])
+        return self._linear([Part(f"{name}.weight", rows=shard) for name, shard in zip(names, shards, strict=True)], bias)
 
     def row_parallel(self, name: str) -> RowParallelLinear:
         columns = self.group.shard(self.checkpoint.shapes[f"{name}.weight"][1])
-        bias = self._read(f"{name}.bias") if self.has(name + ".bias") else None
-        weight = self._read(f"{name}.weight", columns=columns)
-        return RowParallelLinear(self._linear(weight, bias if self.group.rank == 0 else None), self.group)
-
-    def embedding_and_head(self, embedding: str, head: str | None) -> tuple[VocabParallelEmbedding, VocabParallelHead]:
-        """head None: it is the embedding's table."""
-        table = self._keep(self._vocabulary(embedding))
-        if head is not None:
-            linear = self._linear(self._vocabulary(head), None)
-        elif self.numerics.packed:
-            linear = self._linear(table, None)
-        else:
-            linear = make_linear(table, None, self.numerics)  # the same memory
-        vocab_size = self.config.vocab_size
-        return (
-            VocabParallelEmbedding(table, vocab_size, self.numerics.activations, self.group),
-            VocabParallelHead(linear, vocab_size, self.group),
+        bias = self._bias(f"{name}.bias") if self.has(name + ".bias") else None
+        return RowParallelLinear(
+            self._linear([Part(f"{name}.weight", columns=columns)], bias if self.group.rank == 0 else None), self.group
         )
 
-    def _vocabulary(self, name: str) -> torch.Tensor:
-        """[shard_width, hidden]: rows padded with zeros, so that every rank has as many."""
-        total = self.checkpoint.shapes[name][0]
-        part = self._read(name, rows=self.group.shard(total))
-        missing = self.group.shard_width(total) - part.shape[0]
-        return torch.nn.functional.pad(part, (0, 0, 0, missing)) if missing else part
+    def embedding_and_head(self, embedding: str, head: str | None) -> tuple[VocabParallelEmbedding, VocabParallelHead]:
+        """head None: it is the embedding's table, in the same memory."""
+        table = self._vocabulary(embedding)
+        linear = table if head is None else self._vocabulary(head)
+        vocab_size = self.config.vocab_size
+        return VocabParallelEmbedding(table, vocab_size, self.group), VocabParallelHead(linear, vocab_size, self.group)
 
-    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        linear = make_linear(weight.to(self.device), None if bias is None else bias.to(self.device), self.numerics)
+    def _vocabulary(self, name: str) -> Linear:
+        total = self.checkpoint.shapes[name][0]
+        return self._linear([Part(name, rows=self.group.shard(total))], None, self.group.shard_width(total))
+
+    def _linear(self, parts: Sequence[Part], bias: torch.Tensor | None, out_features: int = 0) -> Linear:
+        """The rows of all parts, and rows of zeros up to `out_features`, so that every rank has as many."""
+        packed = self._weights.matrix(parts[0].name, lambda: self._pack(parts, out_features))
+        linear = open_linear(packed, None if bias is None else bias.to(self.device), self.numerics, self.device)
         self.num_bytes += linear.num_bytes
+        self._made(len(parts))
         return linear
 
-    def _read(
-        self, name: str, rows: slice | None = None, columns: slice | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        part = self.checkpoint.tensor(name, dtype or self.numerics.weights, rows=rows, columns=columns)
-        self._num_read += 1
-        self._progress(self._num_read / len(self._names))
-        return part
+    def _pack(self, parts: Sequence[Part], out_features: int) -> PackedMatrix:
+        if self.numerics.quantization == "gguf":
+            found = [self.checkpoint.blocks(part.name, part.rows, part.columns) for part in parts]
+            blocks = [each for each in found if each is not None]
+            if len(blocks) == len(parts):
+                joined = fill_up(join_rows(blocks), out_features)
+                return PackedMatrix.blocks(joined, joined.codes.shape[1])
+        tensors = [self.checkpoint.tensor(part.name, self.numerics.weights, part.rows, part.columns) for part in parts]
+        weight = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+        if len(weight) < out_features:
+            weight = torch.nn.functional.pad(weight, (0, 0, 0, out_features - len(weight)))
+        return pack(weight, self.numerics)
 
-    def _keep(self, part: torch.Tensor) -> torch.Tensor:
-        self.num_bytes += part.nbytes
-        return part.to(self.device)
+    def _bias(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        self._made(1)
+        return self.checkpoint.tensor(name, self.numerics.activations, rows=rows)
+
+    def _made(self, count: int) -> None:
+        self._num_made += count
+        self._progress(self._num_made / len(self._names))
+
+
+def fill_up(blocks: Blocks, num_rows: int) -> Blocks:
+    """With rows of zeros up to `num_rows`."""
+    missing = num_rows - len(blocks.codes)
+    if missing <= 0:
+        return blocks
+    codes, scales = blocks.codes[:1].repeat(missing, axis=0), 0 * blocks.scales[:1].repeat(missing, axis=0)
+    return join_rows([blocks, Blocks(codes, scales, scales, blocks.bits)])

@@ -1,0 +1,266 @@
+"""Product of float32 rows with quantized weights as they are, on the CPU: codes of 4 or 8 bits in blocks of a scale and a minimum.
+
+A row's activations are rounded to 8 bits in the same blocks, each with a scale of its own, so that an outlier costs its block alone
+its precision. Products of a block are summed in integers, exactly, blocks in float32 in a fixed order: the same bits on every
+processor, whatever instruction multiplies bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from kernels.blocks import Blocks
+from kernels.cpu_dot import BYTES, WORDS, dot_bytes
+from kernels.cpu_ir import FLOAT, INT32, LANES, at, int64, integers, load_as, load_wide, multiply_add, pointers, splat, store
+from kernels.cpu_math import widen
+from kernels.cpu_rows import BLOCK_PANEL, BLOCK_ROWS, copy_tile, num_panels, tile_rows
+from kernels.cpu_threads import for_ranges
+
+PANEL = BLOCK_PANEL
+VECTORS = PANEL // LANES  # of a panel
+GROUP = 4  # input columns that one instruction multiplies and sums
+
+
+@dataclass
+class PackedBlocks:
+    """`Blocks` as the product reads them. Codes of 4 bits lie two in a byte: the block's first half low, its second high."""
+
+    codes: NDArray[np.uint8]  # [panels, blocks, VECTORS, bytes of LANES columns of a block]
+    scales: NDArray[Any]  # [panels, blocks, 2, PANEL]: scales, minima; float32, or int16, the bits of float16 where that is exact
+    bits: int
+    block_size: int
+
+    @property
+    def in_features(self) -> int:
+        return self.codes.shape[1] * self.block_size
+
+
+def pack_blocks(blocks: Blocks) -> PackedBlocks:
+    rows, columns = blocks.codes.shape
+    panels, size = num_panels(rows, PANEL), blocks.block_size
+    count = columns // size
+    codes = _pad_rows(blocks.codes, panels).reshape(panels, VECTORS, LANES, count, size // GROUP, GROUP).transpose(0, 3, 1, 4, 2, 5)
+    if blocks.bits == 4:
+        half = size // GROUP // 2
+        codes = codes[:, :, :, :half] | codes[:, :, :, half:] << 4
+    scales = np.stack(
+        [_pad_rows(x, panels).reshape(panels, PANEL, count).swapaxes(1, 2) for x in (blocks.scales, blocks.minima)], 2
+    )
+    with np.errstate(over="ignore"):
+        halves = scales.astype(np.float16)
+    exact = np.array_equal(halves.astype(np.float32), scales)
+    return PackedBlocks(
+        np.ascontiguousarray(codes).reshape(panels, count, VECTORS, -1),
+        np.ascontiguousarray(halves).view(np.int16) if exact else np.ascontiguousarray(scales),
+        blocks.bits,
+        size,
+    )
+
+
+def _pad_rows(x: NDArray[Any], panels: int) -> NDArray[Any]:
+    missing = panels * PANEL - len(x)
+    return np.pad(x, ((0, missing), (0, 0))) if missing else x
+
+
+def block_matmul(x: torch.Tensor, packed: PackedBlocks, out_features: int) -> torch.Tensor:
+    """x [rows, in_features] float32 times `pack_blocks`'s weights: [rows, out_features] float32.
+
+    x may have fewer columns than the blocks, whose last is then padded with zeros. NaN or infinity in a row makes the row's whole
+    product NaN.
+    """
+    rows, in_features = np.ascontiguousarray(x.numpy()), packed.in_features
+    if rows.shape[1] < in_features:
+        rows = np.pad(rows, ((0, 0), (0, in_features - rows.shape[1])))
+    out = np.empty((len(rows), out_features), np.float32)
+    if len(rows):
+        codes = np.empty(rows.size // GROUP, np.int32)
+        sums = np.empty(2 * rows.size // packed.block_size, np.float32)
+        _quantize_rows(codes, sums, rows, packed.block_size)
+        multiply = make_multiply(packed.bits, packed.block_size)
+        for_ranges(lambda begin, end: multiply(out, codes, sums, packed.codes, packed.scales, begin, end), len(packed.codes))
+    return torch.from_numpy(out)
+
+
+def block_rows(packed: PackedBlocks, indices: torch.Tensor) -> torch.Tensor:
+    """Rows `indices` [n] int64 of the weight that was packed, as float32 [n, in_features]."""
+    out = np.empty((len(indices), packed.in_features), np.float32)
+    _take_rows(out, packed.codes, packed.scales, indices.numpy(), packed.bits, packed.block_size)
+    return torch.from_numpy(out)
+
+
+def _make_tile(num_rows: int, bits: int, block_size: int) -> Callable[..., Any]:
+    """tile(out, place, stride, x, sums, row, codes, scales, panel): a panel's product of the `num_rows` rows that begin at `row`,
+    which `_quantize_rows` packed, goes to out[place + r * stride + c]. `out`, `x` and `sums` are flat."""
+    groups = block_size // GROUP
+    chunks = groups // 2 if bits == 4 else groups
+    block_bytes = VECTORS * chunks * BYTES.count
+
+    def groups_of_chunk(builder, codes_data, vector, chunk):
+        """(group, its codes as bytes) of one load."""
+        raw = load_as(builder, at(builder, codes_data, (vector * chunks + chunk) * BYTES.count), BYTES, 1)
+        if bits == 8:
+            return [(chunk, raw)]
+        low = ir.Constant(BYTES, [15] * BYTES.count)
+        high = builder.lshr(builder.bitcast(raw, WORDS), ir.Constant(WORDS, [4] * LANES))
+        return [(chunk, builder.and_(raw, low)), (chunk + chunks, builder.and_(builder.bitcast(high, BYTES), low))]
+
+    @intrinsic
+    def tile(typing_context, out, place, stride, x, sums, row, codes, scales, panel, num_blocks):
+        def generate(context, builder, signature, arguments):
+            out_data, x_data, sum_data, code_data, scale_data = pointers(context, builder, signature, arguments, (0, 3, 4, 6, 7))
+            start, step, first, panel_index, count = integers(context, builder, signature, arguments, (1, 2, 5, 8, 9))
+            floats = ir.VectorType(FLOAT, LANES)
+            totals = [
+                [cgutils.alloca_once_value(builder, ir.Constant(floats, None)) for _ in range(VECTORS)] for _ in range(num_rows)
+            ]
+            before_panel, before_row = builder.mul(panel_index, count), builder.mul(first, count)
+            x_tile = at(builder, x_data, builder.mul(before_row, int64(groups)))
+            sum_tile = at(builder, sum_data, builder.mul(before_row, int64(2)))
+            with cgutils.for_range(builder, count) as loop:
+                block = builder.add(before_panel, loop.index)
+                block_codes = at(builder, code_data, builder.mul(block, int64(block_bytes)))
+                block_scales = at(builder, scale_data, builder.mul(block, int64(2 * PANEL)))
+                block_x = at(builder, x_tile, builder.mul(loop.index, int64(groups * num_rows)))
+                block_sums = at(builder, sum_tile, builder.mul(loop.index, int64(2 * num_rows)))
+                products = [[ir.Constant(WORDS, None) for _ in range(VECTORS)] for _ in range(num_rows)]
+                for chunk in range(chunks):
+                    loaded = [groups_of_chunk(builder, block_codes, vector, chunk) for vector in range(VECTORS)]
+                    for part in range(len(loaded[0])):
+                        group = loaded[0][part][0]
+                        for r in range(num_rows):
+                            word = load_as(builder, at(builder, block_x, group * num_rows + r), INT32, 4)
+                            signed = splat(builder, word, WORDS)
+                            for vector in range(VECTORS):
+                                unsigned = loaded[vector][part][1]
+                                products[r][vector] = dot_bytes(builder, products[r][vector], unsigned, signed, bits)
+                scale, minimum = (
+                    [
+                        load_wide(builder, block_scales, int64(kind * PANEL + vector * LANES), LANES, signature.args[7].dtype)
+                        for vector in range(VECTORS)
+                    ]
+                    for kind in (0, 1)
+                )
+                for r in range(num_rows):
+                    x_scale, x_sum = (
+                        splat(builder, builder.load(at(builder, block_sums, kind * num_rows + r)), floats) for kind in (0, 1)
+                    )
+                    for vector in range(VECTORS):
+                        exact = builder.sitofp(products[r][vector], floats)
+                        total = multiply_add(builder, minimum[vector], x_sum, builder.load(totals[r][vector]))
+                        total = multiply_add(builder, exact, builder.fmul(scale[vector], x_scale), total)
+                        builder.store(total, totals[r][vector])
+            for r in range(num_rows):
+                line = builder.add(start, builder.mul(step, int64(r)))
+                for vector in range(VECTORS):
+                    store(builder, out_data, builder.add(line, int64(vector * LANES)), builder.load(totals[r][vector]))
+            return context.get_dummy_value()
+
+        return types.none(out, place, stride, x, sums, row, codes, scales, panel, num_blocks), generate
+
+    return tile
+
+
+@functools.cache
+def make_multiply(bits: int, block_size: int) -> Callable[..., None]:
+    """multiply(out, x, sums, codes, scales, begin, end): panels begin..end-1 of the product, compiled for one kind of block."""
+    tile1, tile2, tile3, tile4, tile5, tile6 = (_make_tile(rows, bits, block_size) for rows in range(1, 7))
+    wide = BLOCK_ROWS == 6
+
+    @numba.njit(cache=True, nogil=True)
+    def multiply(out, x, sums, codes, scales, begin, end):
+        rows, columns = out.shape
+        blocks = codes.shape[1]
+        flat = out.reshape(-1)
+        scratch = np.empty((BLOCK_ROWS, PANEL), np.float32)
+        for panel in range(begin, end):
+            column = panel * PANEL
+            whole = column + PANEL <= columns
+            target = flat if whole else scratch.reshape(-1)
+            stride = columns if whole else PANEL
+            row = 0
+            while row < rows:
+                count = tile_rows(row, rows, BLOCK_ROWS)
+                place = row * columns + column if whole else 0
+                if wide and count == 6:
+                    tile6(target, place, stride, x, sums, row, codes, scales, panel, blocks)
+                elif wide and count == 5:
+                    tile5(target, place, stride, x, sums, row, codes, scales, panel, blocks)
+                elif wide and count == 4:
+                    tile4(target, place, stride, x, sums, row, codes, scales, panel, blocks)
+                elif count == 3:
+                    tile3(target, place, stride, x, sums, row, codes, scales, panel, blocks)
+                elif count == 2:
+                    tile2(target, place, stride, x, sums, row, codes, scales, panel, blocks)
+                else:
+                    tile1(target, place, stride, x, sums, row, codes, scales, panel, blocks)
+                if not whole:
+                    copy_tile(out, row, column, scratch, count)
+                row += count
+
+    return multiply
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _quantize_rows(packed, sums, x, block_size):
+    """x [rows, columns] rounded to -127..127 by blocks. Tile by tile: packed, words of four codes, [blocks, groups, rows]; sums,
+    [blocks, 2, rows]: the block's scale, and the sum of what its codes stand for."""
+    rows, columns = x.shape
+    blocks, groups = columns // block_size, block_size // GROUP
+    codes = np.empty(columns, np.int8)
+    words = codes.view(np.int32)
+    row = 0
+    while row < rows:
+        count = tile_rows(row, rows, BLOCK_ROWS)
+        first_word, first_sum = row * blocks * groups, row * blocks * 2
+        for r in range(count):
+            for b in range(blocks):
+                block = x[row + r, b * block_size : (b + 1) * block_size]
+                out = codes[b * block_size : (b + 1) * block_size]
+                highest = np.int32(0)
+                for i in range(block_size):  # as integers, magnitudes are ordered like floats, NaN above all
+                    highest = max(highest, np.int32(np.float32(block[i]).view(np.int32) & np.int32(0x7FFFFFFF)))
+                magnitude = np.int32(highest).view(np.float32)
+                scale = magnitude / np.float32(127.0)
+                inverse = np.float32(127.0) / magnitude if magnitude > np.float32(1e-30) else np.float32(0.0)
+                if highest >= np.int32(0x7F800000):
+                    scale, inverse = np.float32(np.nan), np.float32(0.0)
+                total = np.int32(0)
+                for i in range(block_size):
+                    code = np.int32(np.rint(block[i] * inverse)) if inverse > np.float32(0.0) else np.int32(0)
+                    out[i] = np.int8(code)
+                    total += code
+                place = first_sum + 2 * b * count + r
+                sums[place] = scale
+                sums[place + count] = scale * np.float32(total)
+            for g in range(blocks * groups):
+                packed[first_word + g * count + r] = words[g]
+        row += count
+
+
+@numba.njit(cache=True, nogil=True)
+def _take_rows(out, codes, scales, indices, bits, block_size):
+    groups = block_size // GROUP
+    chunks = groups // 2 if bits == 4 else groups
+    for i in range(len(indices)):
+        panel, column = indices[i] // PANEL, indices[i] % PANEL
+        vector, lane = column // LANES, column % LANES
+        for b in range(codes.shape[1]):
+            scale, minimum = widen(scales[panel, b, 0, column]), widen(scales[panel, b, 1, column])
+            for k in range(block_size):
+                group = k // GROUP
+                code = codes[panel, b, vector, ((group % chunks) * LANES + lane) * GROUP + k % GROUP]
+                if bits == 4:
+                    code = (code >> np.uint8(4 * (group // chunks))) & np.uint8(15)
+                out[i, b * block_size + k] = np.float32(code) * scale + minimum

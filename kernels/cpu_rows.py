@@ -1,0 +1,45 @@
+"""How the CPU's matrix products go through their rows and columns.
+
+Weights lie in panels of PANEL adjacent output columns, each contiguous over the input columns, so that a product reads them once,
+in order. A tile of the product, a few rows by one panel, stays in registers while the input columns go by. Rows are packed so that
+those of a tile lie beside each other. Each element of a tile has its own chain of sums: a row's bits do not depend on what rows
+stand beside it.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from kernels.cpu_ir import features
+
+WIDE = "avx512f" in features()  # 32 registers of 16 lanes; else 16 of 8
+HALF_PANEL = 64 if WIDE else 16  # columns
+BLOCK_PANEL = 32 if WIDE else 16
+HALF_ROWS = 6  # of a tile, at most
+BLOCK_ROWS = 6 if WIDE else 3
+
+
+def num_panels(columns: int, width: int) -> int:
+    return -(-columns // width)
+
+
+@numba.njit(cache=True, nogil=True)
+def tile_rows(row, rows, most):
+    """Rows of the tile that begins at `row` of `rows`: as few tiles as there can be, of about equal size."""
+    tiles = (rows + most - 1) // most
+    size, larger = rows // tiles, rows % tiles
+    return size + 1 if row < larger * (size + 1) else size
+
+
+@numba.njit(cache=True, nogil=True)
+def copy_tile(out, row, column, tile, rows):
+    """The part of a panel's tile that the matrix has, [rows, panel width] into `out` at (row, column)."""
+    width = min(tile.shape[1], out.shape[1] - column)
+    for r in range(rows):
+        for c in range(width):
+            out[row + r, column + c] = tile[r, c]
+
+
+def empty_rows(rows: int, columns: int) -> np.ndarray:
+    return np.empty((rows, columns), np.float32)
