@@ -48,6 +48,7 @@ class Intake:
         self.num_admitted = 0  # written by the loop: arrivals that reached the scheduler
         self.paused = False  # asleep or draining: the backlog stays in Redis
         self.closed = False  # for good: the engine stops
+        self.wants_room = False  # there was no room at the last look: `ring` when there is some
         self._num_taken = 0
         self._unanswered: calls.Call[list[calls.Taken]] | None = None  # a take whose answer was lost: it may own requests already
         self._bus = bus
@@ -94,8 +95,10 @@ class Intake:
                 self._bell.wait(LOOK_SECONDS)
 
     def _take_once(self) -> bool:
-        """Take what there is room for; False when there was nothing to take or no room."""
-        room = 0 if self.paused or self.closed else self._room() - (self._num_taken - self.num_admitted)
+        """Take what there is room for; False when there was nothing to take, no room, or what waits is for others to take."""
+        takes_none = self.paused or self.closed
+        room = 0 if takes_none else self._room() - (self._num_taken - self.num_admitted)
+        self.wants_room = room <= 0 and not takes_none
         if room <= 0 and self._unanswered is None:
             return False
         call = self._unanswered or calls.take(self._model, self._slot, self._incarnation, room, self._max_num_seqs)

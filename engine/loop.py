@@ -69,6 +69,8 @@ class EngineLoop:
                 outputs = self.core.step()
                 if outputs is not None:
                     self._give_out(outputs)
+                if self.intake.wants_room and self.core.scheduler.num_free_request_slots > 0:
+                    self.intake.ring()
                 if self.heartbeat.wants_snapshot:
                     self.heartbeat.publish(self.core.stats(), self._progress())
         except BaseException as error:

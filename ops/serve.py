@@ -22,26 +22,22 @@ from typing import Any
 
 from prometheus_client.multiprocess import mark_process_dead
 
-from engine import calls
-from engine.bus import Bus
-from engine.protocol import EngineInfo
 from ops import listen
 from ops.announce import show_configuration, show_derived, show_ready
 from ops.embedded import DataDirectory, EmbeddedValkey
+from ops.engines import Engines
 from ops.errors import CommandError
 from ops.logs import resolve_format
 from ops.prepare import check, fetch_model, name_model
-from ops.progress import LoadingDisplay, Slowest
-from ops.replicas import settle_replicas
+from ops.progress import LoadingDisplay
+from ops.replicas import Replicas
 from ops.settings import Resolved, role_environment, shown
-from ops.supervise import Child, Command, Exit, Supervisor
+from ops.supervise import Child, Command, Exit, Supervisor, numbered, role
 
 log = logging.getLogger(__name__)
 
-ENGINE_SECTIONS = ("model", "cache", "parallel", "scheduler", "redis", "log")
 API_SECTIONS = ("api", "redis", "log")
 WORKER_SECTIONS = ("redis", "log")
-ENGINE_STOP_SECONDS = 15.0
 API_STOP_SECONDS = 10.0  # beyond --shutdown-timeout
 WORKER_STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
@@ -64,26 +60,16 @@ def serve(resolved: Resolved) -> int:
         stack.callback(display.close)
         fetch_model(resolved, display.update)
         name_model(resolved)
-        settle_replicas(resolved)
+        replicas = Replicas(resolved)
         if config.log.log_format == "auto":
             reason = "stderr is a terminal" if sys.stderr.isatty() else "stderr is no terminal"
             resolved.derive("log_format", resolve_format(config.log), reason)
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-"))
-        return asyncio.run(_run(resolved, listener, directory, display, Path(scratch)))
+        return asyncio.run(_run(resolved, replicas, listener, directory, display, Path(scratch)))
 
 
 async def _run(resolved: Resolved, *parts: Any) -> int:
     return await _Serve(resolved, *parts).run()
-
-
-def role(name: str, *arguments: str) -> list[str]:
-    """The command line of a headrace role in a process of its own."""
-    return [sys.executable, "-P", "-m", "ops.cli", name, *arguments]
-
-
-def numbered(name: str, count: int) -> list[str]:
-    """The names of children of one role: a lone one needs no number."""
-    return [name] if count == 1 else [f"{name}-{number}" for number in range(count)]
 
 
 class _Serve:
@@ -92,6 +78,7 @@ class _Serve:
     def __init__(
         self,
         resolved: Resolved,
+        replicas: Replicas,
         listener: socket.socket,
         directory: DataDirectory | None,
         display: LoadingDisplay,
@@ -99,6 +86,7 @@ class _Serve:
     ) -> None:
         self._resolved = resolved
         self._config = resolved.config
+        self._replicas = replicas
         self._listener = listener
         self._directory = directory
         self._display = display
@@ -114,16 +102,16 @@ class _Serve:
         self._display.update("start", None)
         await self._start_redis()
         show_configuration(self._resolved)
-        worker, engines, servers = self._worker(), list(self._engines()), self._api_servers()
-        self._supervisor.start(worker)
-        self._supervisor.start(*engines)
-        self._supervisor.start(*servers)
-        for engine in engines:
-            await engine.ready.wait()
+        self._supervisor.start(self._worker())
+        engines = Engines(self._config, self._replicas, self._supervisor, self._display.update, _write_line)
+        engines.start()
+        self._supervisor.start(*self._api_servers())
+        await engines.ready()
         await self._answers("/ready")
         self._serving = True
         self._display.close()
-        await self._show_derived(engines[0])
+        if (info := await engines.info()) is not None:
+            show_derived(self._config, info)
         show_ready(self._config, self._url)
 
     async def _start_redis(self) -> None:
@@ -139,15 +127,6 @@ class _Serve:
         self._directory.state.url = self._url
         self._directory.state.model = self._config.model.model
         self._directory.write_state()
-
-    def _engines(self) -> Iterable[Child]:
-        """Replicas on one queue: each has its own scheduler and KV."""
-        environment = role_environment(self._config, ENGINE_SECTIONS, os.environ, more=("served_model_name",))
-        names = numbered("engine", self._config.parallel.data_parallel_size)
-        slowest = Slowest(names)
-        for name in names:
-            command = Command(name, role("engine"), environment, stop_timeout=ENGINE_STOP_SECONDS)
-            yield self._child(command, on_progress=partial(self._engine_progress, slowest, name), on_exit=self._bury)
 
     def _api_servers(self) -> Iterable[Child]:
         descriptor = self._listener.fileno()
@@ -175,29 +154,6 @@ class _Serve:
     def _child(self, command: Command, **watchers: Callable[..., Any]) -> Child:
         return Child(command, on_line=_write_line, **watchers)
 
-    def _engine_progress(self, slowest: Slowest, name: str, report: dict[str, Any]) -> None:
-        if not self._serving:
-            if reached := slowest.report(name, report["phase"], report.get("fraction")):
-                self._display.update(*reached)
-        elif report["phase"] == "ready":
-            log.info("%s is ready again", name)
-
-    async def _show_derived(self, engine: Child) -> None:
-        with Bus(self._config.redis.redis_url) as bus:
-            info = await asyncio.to_thread(engine_of_process, bus, engine.pid or 0)
-        if info is not None:
-            show_derived(self._config, info)
-
-    async def _bury(self, ended: Exit) -> None:
-        """End what the dead engine had in flight at once: nobody needs to wait for its heartbeat to lapse."""
-        try:
-            buried = await asyncio.to_thread(bury_engine, self._config.redis.redis_url, ended.pid, f"the engine died: {ended}")
-        except Exception as error:  # Redis away: whoever sees the heartbeat missing ends them
-            log.warning("the dead engine's requests could not be ended at once: %s", error)
-        else:
-            if buried:
-                log.warning("the dead engine had %d requests in flight; they were ended", buried)
-
     async def _answers(self, path: str) -> None:
         """Returns once an API server answers `path` with 200."""
         import httpx
@@ -210,23 +166,6 @@ class _Serve:
                 except httpx.TransportError:
                     pass  # no API server accepts yet
                 await asyncio.sleep(POLL_SECONDS)
-
-
-def engine_of_process(bus: Bus, pid: int) -> EngineInfo | None:
-    """What the engine that runs, or has just run, as process `pid` of this machine says of itself."""
-    host = socket.gethostname()
-    infos = (info for model in bus.run(calls.models()) for info in bus.run(calls.engines(model)))
-    return next((info for info in infos if (info.pid, info.host) == (pid, host)), None)
-
-
-def bury_engine(redis_url: str, pid: int, error: str) -> int:
-    """Declare the engine that ran as process `pid` of this machine dead; returns how many requests ended."""
-    with Bus(redis_url) as bus:
-        info = engine_of_process(bus, pid)
-        if info is None:
-            return 0
-        bus.run(calls.release_slot(info.model, info.slot, info.incarnation))
-        return bus.run(calls.bury(info.model, info.slot, info.incarnation, error))
 
 
 async def _forget_gauges(directory: str | None, ended: Exit) -> None:

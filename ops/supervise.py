@@ -11,8 +11,9 @@ import json
 import logging
 import os
 import signal
+import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,16 @@ class ChildFailed(CommandError):
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def role(name: str, *arguments: str) -> list[str]:
+    """The command line of a headrace role in a process of its own."""
+    return [sys.executable, "-P", "-m", "ops.cli", name, *arguments]
+
+
+def numbered(name: str, count: int) -> list[str]:
+    """The names of children of one role: a lone one needs no number."""
+    return [name] if count == 1 else [f"{name}-{number}" for number in range(count)]
 
 
 @dataclass(frozen=True)
@@ -74,13 +85,17 @@ class Child:
         on_line: Callable[[str], None],
         on_progress: Callable[[dict[str, Any]], None] | None = None,
         on_exit: Callable[[Exit], Awaitable[None]] | None = None,
+        on_failure: Callable[[ChildFailed], bool] | None = None,
     ) -> None:
+        """`on_failure` hears that a restart is pointless, and whether `run` returns (True) or raises that."""
         self.name = command.name
         self.ready = asyncio.Event()
+        self.replicas: list[Child] = []  # while one of these serves, no death of this one after its first start is the last
         self._command = command
         self._on_line = on_line
         self._on_progress = on_progress
         self._on_exit = on_exit
+        self._on_failure = on_failure
         self._process: asyncio.subprocess.Process | None = None
         self._group: int | None = None  # process group while any of it may live
         self._stopping = False
@@ -92,7 +107,7 @@ class Child:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def run(self) -> None:
-        """Returns after `stop`; raises ChildFailed when a restart is pointless."""
+        """Returns after `stop`, or raises ChildFailed when a restart is pointless."""
         loop = asyncio.get_running_loop()
         deaths, was_ready = 0, False
         while not self._stopping:
@@ -105,17 +120,23 @@ class Child:
             deaths = 1 if loop.time() - started > CALM else deaths + 1
             if self._on_exit is not None:
                 await self._on_exit(ended)
-            if self._command.essential:
-                self._give_up_when_pointless(ended, was_ready, deaths)
+            if failure := self._failure(ended, was_ready, deaths):
+                if self._on_failure is not None and self._on_failure(failure):
+                    return
+                raise failure
             delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** (deaths - 1))
             log.warning("%s died (%s); starting it again in %g s", self.name, ended, delay)
             await asyncio.sleep(delay)
 
-    def _give_up_when_pointless(self, ended: Exit, was_ready: bool, deaths: int) -> None:
+    def _failure(self, ended: Exit, was_ready: bool, deaths: int) -> ChildFailed | None:
+        """Why another start is pointless, if it is."""
+        if not self._command.essential or (was_ready and any(replica.ready.is_set() for replica in self.replicas)):
+            return None
         if ended.status == os.EX_CONFIG:
-            raise ChildFailed(ended.last_words or f"{self.name} cannot run with this configuration", os.EX_CONFIG)
+            return ChildFailed(ended.last_words or f"{self.name} cannot run with this configuration", os.EX_CONFIG)
         if not was_ready and deaths >= START_ATTEMPTS:
-            raise ChildFailed(f"{self.name} did not start in {deaths} attempts; the last one: {ended}")
+            return ChildFailed(f"{self.name} did not start in {deaths} attempts; the last one: {ended}")
+        return None
 
     async def _run_once(self) -> Exit:
         # pipes of our own: asyncio's would keep `wait` waiting for whoever else the child gave them to
@@ -240,9 +261,15 @@ class Supervisor:
             return 128 + self._forced
         return 128 + asked if asked == signal.SIGINT else 0
 
-    def start(self, *children: Child) -> None:
-        """Start the children of the next stage. Await their `ready` to know when they serve."""
-        self._stages.append(list(children))
+    def start(self, *children: Child, instead_of: Sequence[Child] = ()) -> None:
+        """Start the children of the next stage, or in place of those of a stage which were stopped.
+
+        Await their `ready` to know when they serve.
+        """
+        if instead_of:
+            self._stages[self._stages.index(list(instead_of))] = list(children)
+        else:
+            self._stages.append(list(children))
         for child in children:
             task = asyncio.get_running_loop().create_task(child.run())
             task.add_done_callback(self._on_done)

@@ -4,10 +4,10 @@
 -- ARGV slot, incarnation, count, nonce, now, prefix of consumers, most requests that the caller runs at once, share's time to live in ms
 -- Answer: a list of entry and payload.
 --
--- No more than the caller's fair share: with what it has in flight it may come up to the level at which all that waits and all that its
--- sharers have in flight would stand if it were poured over them, each filled no higher than it can run at once. A sharer is a living
--- engine that asked within the time to live of a share; who is full for so long, sleeps or hangs holds nothing back. Whenever something
--- waits, somebody stands below the level, or all are full and each takes what it has room for.
+-- No more than the caller's fair share: what waits is thought to be poured over the sharers, each standing at the height of what it has in
+-- flight and filled no higher than it can run at once; the caller may fill itself up to the level that comes of it. A sharer is a living
+-- engine that asked within the time to live of a share: who sleeps, hangs or was full for so long holds nothing back. While anything
+-- waits, somebody stands below the level; where all will be full, each takes what it has room for.
 --
 -- ZPOPMIN gives priorities, XCLAIM FORCE puts an entry that was never delivered on the caller's pending list, in any order. XREADGROUP >
 -- must not be used beside it: it would deliver the same entries again.
@@ -71,21 +71,24 @@ end
 
 -- How many of the `waiting` requests are the caller's to take, if it has room for them.
 local function fair_share(waiting)
-  local held, total, limits = in_flight(), waiting, {}
-  local mine = held[consumer] or 0
-  local shares = sharers()
-  for number, its_most in pairs(shares) do
-    local its_held = held[any_consumer .. number] or 0
-    total = total + its_held
-    limits[#limits + 1] = math.max(its_most, its_held)
+  local held, places, highest = in_flight(), {}, 0
+  for number, its_most in pairs(sharers()) do
+    places[number] = {held[any_consumer .. number] or 0, its_most}
+    highest = math.max(highest, its_most)
   end
-  table.sort(limits)
-  for i, limit in ipairs(limits) do
-    local level = total / (#limits - i + 1) -- of those who are not full
-    if limit >= level then return math.min(math.ceil(level), math.max(shares[slot], mine)) - mine end
-    total = total - limit
+  local function below(level, place) return math.max(0, math.min(level, place[2]) - place[1]) end
+  local function room_below(level)
+    local sum = 0
+    for _, place in pairs(places) do sum = sum + below(level, place) end
+    return sum
   end
-  return waiting -- all are full
+  if room_below(highest) < waiting then return waiting end -- all will be full
+  local low, high = 0, highest
+  while low < high do
+    local middle = math.floor((low + high) / 2)
+    if room_below(middle) < waiting then low = middle + 1 else high = middle end
+  end
+  return below(low, places[slot])
 end
 
 local answer, entries = {}, {}

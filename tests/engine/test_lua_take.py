@@ -1,13 +1,15 @@
-"""take.lua and reject.lua: who has a request, through lost answers, races, zombies and trimmed entries."""
+"""take.lua and reject.lua: who has a request, through lost answers, races, zombies and trimmed entries; fair shares."""
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from engine import calls, keys
+from engine import calls, keys, ledger
 from engine.bus import Bus
 from engine.protocol import RequestEnded, decode_request
 from tests.engine.ledger_world import Engine, Listener, World
@@ -79,6 +81,121 @@ def test_racing_engines_share_without_overlap(world: World) -> None:
         thread.join()
     assert sorted(name for engine in engines for name in engine.running) == sorted(names)
     world.check_integrity()
+
+
+def sharers(world: World, count: int) -> list[Engine]:
+    """Engines that have just asked, and found nothing."""
+    engines = [world.engine() for _ in range(count)]
+    for engine in engines:
+        assert world.take(engine, 100) == []
+    return engines
+
+
+def enqueue(world: World, count: int) -> None:
+    world.enqueue(*(world.request() for _ in range(count)))
+
+
+def test_each_takes_its_share_and_no_more(world: World) -> None:
+    first, second, third = sharers(world, 3)
+    enqueue(world, 16)
+    assert world.take(first, 100) == [f"r{number}" for number in range(1, 7)]  # 16 / 3, rounded up
+    assert world.take(first, 100) == []
+    assert len(world.take(second, 4)) == 4
+    assert len(world.take(third, 100)) == 5
+    assert len(world.take(second, 4)) == 1 and world.queued() == []
+    world.check_integrity()
+
+
+def test_one_at_a_time_goes_to_who_has_less(world: World) -> None:
+    first, second = sharers(world, 2)
+    enqueue(world, 1)
+    assert world.take(second) == ["r1"], "whoever comes first"
+    enqueue(world, 1)
+    assert world.take(second) == []
+    assert world.take(first) == ["r2"]
+    world.end(first, "r2")
+    enqueue(world, 2)
+    assert world.take(second, 2) == ["r3"]
+    assert world.take(first, 2) == ["r4"]
+
+
+def test_who_has_more_waits_until_the_others_have_as_much(world: World) -> None:
+    (first,) = sharers(world, 1)
+    enqueue(world, 6)
+    assert len(world.take(first, 100)) == 6, "alone it may have all"
+    (second,) = sharers(world, 1)
+    enqueue(world, 8)
+    assert len(world.take(first, 100)) == 1
+    assert len(world.take(second, 100)) == 7
+
+
+def test_the_share_of_a_dead_engine_is_the_others_at_once(world: World) -> None:
+    first, second = sharers(world, 2)
+    enqueue(world, 10)
+    assert len(world.take(second, 100)) == 5
+    world.crash(second)
+    enqueue(world, 3)
+    assert len(world.take(first, 100)) == 8, "what the dead one had in flight counts for nothing either"
+    heir = world.engine()
+    enqueue(world, 1)
+    assert len(world.take(first, 100)) == 1, "who has not asked yet has no share"
+    assert heir.slot == second.slot
+
+
+def test_the_share_of_who_asks_no_more_lapses(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sleeps, hangs, or has been full for so long."""
+    first, second = sharers(world, 2)
+    enqueue(world, 10)
+    assert len(world.take(first, 100)) == 5
+    assert world.take(first, 100) == []
+    monkeypatch.setattr(ledger, "SHARE_TTL", 0.05)
+    deadline = time.monotonic() + 5
+    while not (rest := world.take(first, 100)):
+        assert time.monotonic() < deadline
+    assert len(rest) == 5
+    assert world.take(second, 100) == []
+
+
+def test_who_can_run_no_more_leaves_the_rest_to_others(world: World) -> None:
+    small, large = sharers(world, 2)
+    world.take(small, 4, max_num_seqs=4)
+    enqueue(world, 20)
+    assert len(world.take(large, 100, max_num_seqs=64)) == 16
+    assert world.take(small, 8, max_num_seqs=4) == ["r17", "r18", "r19", "r20"]
+    enqueue(world, 1)
+    assert world.take(small, 4, max_num_seqs=4) == [], "the large one has room, though it has more"
+    assert world.take(large, 1, max_num_seqs=64) == ["r21"]
+    enqueue(world, 200)
+    assert len(world.take(small, 4, max_num_seqs=4)) == 4, "where all are full, each keeps a line of its own"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_waits_while_somebody_has_room_and_who_takes_rises_no_higher_than_others(
+    world: World, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of any size come in any order, with any room for now, until nobody gets anything."""
+    monkeypatch.setattr(ledger, "SHARE_TTL", 60.0)
+    chance = random.Random(seed)
+    most = {engine: chance.randint(1, 40) for engine in sharers(world, chance.randint(2, 5))}
+    for engine, its_most in most.items():
+        world.take(engine, 1, its_most)
+    for _ in range(12):
+        enqueue(world, chance.randint(1, 40))
+        idle: set[Engine] = set()
+        takers: set[Engine] = set()
+        while idle != most.keys():
+            engine = chance.choice(list(most))
+            room = most[engine] - len(engine.running)
+            taken = world.take(engine, min(room, chance.randint(1, 5)), most[engine]) if room > 0 else []
+            idle = set() if taken else {*idle, engine}
+            takers |= {engine} if taken else set()
+        world.check_integrity()
+        open_ones = [len(engine.running) for engine in most if len(engine.running) < most[engine]]
+        if open_ones:
+            assert not world.queued()
+            assert max((len(engine.running) for engine in takers), default=0) <= min(open_ones) + 1
+        for engine in most:
+            world.end(engine, *chance.sample(engine.running, chance.randint(0, len(engine.running))))
 
 
 def test_a_zombie_takes_nothing(world: World) -> None:

@@ -1,0 +1,136 @@
+"""The engines of `serve`: replicas on one queue, each a supervised process with its own scheduler, workers and KV."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from engine import calls
+from engine.bus import Bus
+from engine.config import ServeConfig
+from engine.protocol import EngineInfo
+from ops.progress import Slowest
+from ops.replicas import Replicas
+from ops.settings import role_environment
+from ops.supervise import Child, ChildFailed, Command, Exit, Supervisor, numbered, role
+
+log = logging.getLogger(__name__)
+
+SECTIONS = ("model", "cache", "parallel", "scheduler", "redis", "log")
+STOP_SECONDS = 15.0
+
+
+class Engines:
+    """`show` hears the phase that the slowest one is in while they start, and how far it is; `on_line` what they print."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        replicas: Replicas,
+        supervisor: Supervisor,
+        show: Callable[[str, float], None],
+        on_line: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._replicas = replicas
+        self._supervisor = supervisor
+        self._show = show
+        self._on_line = on_line
+        self._children: list[Child] = []
+        self._are_up = False
+        self._failure: asyncio.Future[ChildFailed] = asyncio.get_running_loop().create_future()
+
+    def start(self) -> None:
+        """As many as the configuration says, in place of those that were started before."""
+        environment = role_environment(self._config, SECTIONS, os.environ, more=("served_model_name",))
+        names = numbered("engine", self._config.parallel.data_parallel_size)
+        slowest = Slowest(names)
+        before, self._children = (
+            self._children,
+            [
+                Child(
+                    Command(name, role("engine"), environment, stop_timeout=STOP_SECONDS),
+                    on_line=self._on_line,
+                    on_progress=partial(self._take_progress, slowest, name),
+                    on_exit=partial(self._bury, name),
+                    on_failure=self._may_be_fewer,
+                )
+                for name in names
+            ],
+        )
+        for child in self._children:
+            child.replicas = [other for other in self._children if other is not child]
+        self._supervisor.start(*self._children, instead_of=before)
+
+    async def ready(self) -> None:
+        """Returns when all are ready: as many as were started, or one alone where several were only this command's choice."""
+        all_ready = asyncio.ensure_future(self._all_ready())
+        either: list[asyncio.Future[Any]] = [all_ready, self._failure]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not all_ready.done():
+            all_ready.cancel()
+            await self._fall_back(self._failure.result())
+        self._are_up = True
+
+    async def info(self) -> EngineInfo | None:
+        """What the first one says of itself."""
+        with Bus(self._config.redis.redis_url) as bus:
+            return await asyncio.to_thread(engine_of_process, bus, self._children[0].pid or 0)
+
+    async def _all_ready(self) -> None:
+        for child in self._children:
+            await child.ready.wait()
+
+    def _may_be_fewer(self, failure: ChildFailed) -> bool:
+        """Whether a failure is not the end: at the start, of more engines than were asked for."""
+        if self._are_up or not self._replicas.are_chosen or len(self._children) == 1:
+            return False
+        if not self._failure.done():
+            self._failure.set_result(failure)
+        return True
+
+    async def _fall_back(self, failure: ChildFailed) -> None:
+        log.warning("%d engines cannot start (%s); starting one", len(self._children), failure)
+        await asyncio.gather(*(child.stop() for child in self._children))
+        self._replicas.fall_back(f"{len(self._children)} could not start: {failure}")
+        self.start()
+        await self._all_ready()
+
+    def _take_progress(self, slowest: Slowest, name: str, report: dict[str, Any]) -> None:
+        if not self._are_up:
+            if reached := slowest.report(name, report["phase"], report.get("fraction")):
+                self._show(*reached)
+        elif report["phase"] == "ready":
+            log.info("%s is ready again", name)
+
+    async def _bury(self, name: str, ended: Exit) -> None:
+        """End what the dead engine had in flight at once: nobody needs to wait for its heartbeat to lapse."""
+        try:
+            buried = await asyncio.to_thread(bury_engine, self._config.redis.redis_url, ended.pid, f"the engine died: {ended}")
+        except Exception as error:  # Redis away: whoever sees the heartbeat missing ends them
+            log.warning("the dead engine's requests could not be ended at once: %s", error)
+        else:
+            if buried:
+                log.warning("%s had %d requests in flight when it died; they were ended", name, buried)
+
+
+def engine_of_process(bus: Bus, pid: int) -> EngineInfo | None:
+    """What the engine that runs, or has just run, as process `pid` of this machine says of itself."""
+    host = socket.gethostname()
+    infos = (info for model in bus.run(calls.models()) for info in bus.run(calls.engines(model)))
+    return next((info for info in infos if (info.pid, info.host) == (pid, host)), None)
+
+
+def bury_engine(redis_url: str, pid: int, error: str) -> int:
+    """Declare the engine that ran as process `pid` of this machine dead; returns how many requests ended."""
+    with Bus(redis_url) as bus:
+        info = engine_of_process(bus, pid)
+        if info is None:
+            return 0
+        bus.run(calls.release_slot(info.model, info.slot, info.incarnation))
+        return bus.run(calls.bury(info.model, info.slot, info.incarnation, error))
