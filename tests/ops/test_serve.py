@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gpu.machine import available_cores, available_memory
 from tests.ops.serving import Serving, left, serving, shared_memory
 
 SLOW_STEPS = {"HEADRACE_NULL_RUNNER": "step_seconds=0.02"}
@@ -141,6 +142,48 @@ def test_a_killed_engine_ends_its_streams_and_is_replaced(server: Serving) -> No
     assert server.complete().status_code == 200
     assert server.child("engine").pid != killed.pid
     assert left(family, timeout=0) == []
+
+
+def test_a_killed_replica_is_replaced_while_the_other_serves(null_model: tuple[str, ...], tmp_path: Path) -> None:
+    with serving(*null_model, "--data-parallel-size", "2", data_dir=tmp_path / "data", **SLOW_STEPS) as server:
+        assert sorted(engine["slot"] for engine in server.headrace("engines")) == ["0", "1"]
+        with open_stream(server) as one, open_stream(server) as other:
+            following = {stream: events(stream) for stream in (one, other)}
+            running = {next(following[stream])["id"].removeprefix("cmpl-"): stream for stream in following}
+            owners = {entry["engine"]: running[entry["external_id"]] for entry in server.headrace("ps")}
+            assert sorted(owners) == ["0", "1"], "one each"
+            processes = {engine["slot"]: engine["pid"] for engine in server.headrace("engines")}
+            os.kill(processes["0"], signal.SIGKILL)
+            *_, error, done = list(following[owners["0"]])
+            assert done == "[DONE]" and "killed by SIGKILL" in error["error"]["message"], error
+            for _ in range(3):
+                assert "error" not in next(following[owners["1"]])
+            assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+            assert server.complete().status_code == 200, "by the other one"
+            server.wait_for("is ready again")
+            assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+            assert "error" not in next(following[owners["1"]])
+        now = {engine["slot"]: engine["pid"] for engine in server.headrace("engines")}
+        assert now["1"] == processes["1"] and now["0"] != processes["0"]
+        assert server.stop() == 0
+
+
+@pytest.mark.skipif(available_cores() < 2, reason="several engines are started on two cores or more")
+def test_where_memory_does_not_suffice_for_several_engines_one_serves(tiny_llama: Path, tmp_path: Path) -> None:
+    """A share of the memory that holds the KV of one long request, but not half of it."""
+    token_bytes = 4 * 2 * 2 * 16 * 2  # layers, keys and values, heads, dimensions, bytes
+    share = 1.5 * 2048 * token_bytes / available_memory()
+    arguments = (str(tiny_llama), "--served-model-name", "tiny", "--gpu-memory-utilization", f"{share:.12f}")
+    with serving(*arguments, data_dir=tmp_path / "data") as server:
+        assert server.complete().status_code == 200
+        assert len(server.headrace("engines")) == 1
+        assert "engines cannot start" in server.log
+        assert server.stop() == 0
+    with serving(*arguments, "--data-parallel-size", "2", data_dir=tmp_path / "data", ready=False) as server:
+        assert server.wait() == os.EX_CONFIG
+        assert server.lines[-1].startswith("headrace: The KV cache of one request of 2048 tokens needs"), (
+            "as many as were asked for"
+        )
 
 
 @pytest.mark.parametrize("role", ["valkey", "worker"])

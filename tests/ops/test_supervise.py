@@ -180,6 +180,49 @@ async def test_a_child_that_is_not_essential_ends_nothing() -> None:
     assert await run_until_signal(bring_up, signal.SIGTERM) == 0
 
 
+async def test_while_a_replica_serves_no_later_death_of_another_is_the_last(tmp_path: Path) -> None:
+    """One that has served says on its second start that it cannot run."""
+    lasting = Watched(command("engine-0", READY, SLEEP))
+    mark = str(tmp_path / "started")
+    lines = ["import os, sys", f"os.path.exists({mark!r}) and sys.exit(os.EX_CONFIG)", f"open({mark!r}, 'w').close()", READY]
+    failing = Watched(command("engine-1", *lines))
+    failing.child.replicas, lasting.child.replicas = [lasting.child], [failing.child]
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        supervisor.start(lasting.child, failing.child)
+        await lasting.child.ready.wait()
+        while len(failing.exits) < 3:
+            await asyncio.sleep(0.01)
+        assert failing.exits[-1].status == os.EX_CONFIG
+        assert lasting.child.pid is not None
+        os.kill(lasting.child.pid, signal.SIGKILL)
+        await lasting.child.ready.wait()
+
+    assert await run_until_signal(bring_up, signal.SIGTERM) == 0
+
+
+async def test_a_failure_may_be_taken_by_who_started_the_child() -> None:
+    told: list[str] = []
+
+    def take(failure: ChildFailed) -> bool:
+        told.append(str(failure))
+        return True
+
+    failing = Child(command("engine-0", "import sys", "sys.exit(78)"), on_line=told.append, on_failure=take)
+    instead = Watched(command("engine", READY, SLEEP))
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        supervisor.start(failing)
+        while not told:
+            await asyncio.sleep(0.01)
+        await failing.stop()
+        supervisor.start(instead.child, instead_of=[failing])
+        await instead.child.ready.wait()
+
+    assert await run_until_signal(bring_up, signal.SIGTERM) == 0
+    assert told == ["engine-0 cannot run with this configuration"]
+
+
 async def test_what_a_child_started_dies_with_it() -> None:
     lines = [
         "import os, signal, subprocess, sys",
