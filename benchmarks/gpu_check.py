@@ -4,9 +4,9 @@
     python -m benchmarks.gpu_check --device cpu                       # the command itself, tiny, by Triton's interpreter
 
 Needs torch, Triton and numpy alone. First every Triton kernel against its plain-torch twin, in float32, float16 and bfloat16, and a
-small model's logits by kernels, from CUDA graphs and by plain torch. Then what the device copies and multiplies, every kernel's time
-beside it, and a model of Llama-3.1-8B's shape with random weights: decodes and a prompt through the runner, beside transformers'
-generate where that is installed.
+small model's logits by kernels, from CUDA graphs and by plain torch. Then what the device copies and multiplies, beside it every
+kernel's time, and a model of Llama-3.1-8B's shape with random weights: decodes and a prompt through the runner, beside
+transformers' generate where that is installed.
 
 Parts run in a process of their own, so that one that dies or hangs costs its own results alone. Exit status 1: a check has failed,
 or was not made.
@@ -96,7 +96,8 @@ class Runner:
         environment = os.environ | ({"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} if self.device == "cpu" else {})
         process = subprocess.Popen(self.command(left), stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
         lines: SimpleQueue[str | None] = SimpleQueue()
-        threading.Thread(target=_read, args=(process, lines), daemon=True).start()
+        reader = threading.Thread(target=_read, args=(process, lines), daemon=True)
+        reader.start()
         unit, started = None, time.monotonic()
         try:
             while True:
@@ -120,6 +121,7 @@ class Runner:
         finally:
             process.kill()
             process.wait()
+            reader.join()
 
     def _died(self, unit: str | None, left: list[str], reason: str) -> None:
         if unit is None:  # between two parts: all of them were done, or none began
@@ -142,8 +144,9 @@ class Runner:
 
 
 def _read(process: subprocess.Popen[str], lines: SimpleQueue[str | None]) -> None:
-    for line in process.stdout:
-        lines.put(line)
+    with process.stdout as stream:
+        for line in stream:
+            lines.put(line)
     lines.put(None)
 
 
