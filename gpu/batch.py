@@ -63,10 +63,15 @@ class Batch:
         self.invalid_rows.clear()
         for request in plan.new_requests:
             self._take(request)
-        # A row may be in grown_rows more than once: each entry goes behind the one before.
-        for row, block in zip(plan.grown_rows.tolist(), plan.grown_blocks.tolist(), strict=True):
-            self.block_tables[row, self.num_blocks[row]] = block
-            self.num_blocks[row] += 1
+        self._grow(plan.grown_rows, plan.grown_blocks)
+
+    def _grow(self, rows: Int32Array, blocks: Int32Array) -> None:
+        """A row may be named more than once: each of its blocks goes behind the one before."""
+        order = rows.argsort(kind="stable")
+        rows = rows[order]
+        nth = np.arange(len(rows)) - rows.searchsorted(rows)  # of the row's own
+        self.block_tables[rows, self.num_blocks[rows] + nth] = blocks[order]
+        np.add.at(self.num_blocks, rows, 1)
 
     def _take(self, request: NewRequest) -> None:
         row, token_ids = request.row, request.token_ids

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from gpu.plan import Int32Array, SampledLogprobs, SamplingParams
+from gpu.token_rules import TokenRules
 from kernels.gumbel import gumbel_argmax
-from kernels.logit_bias import add_logit_bias
 from kernels.logprobs import gather_logprobs
 from kernels.min_p import apply_min_p
 from kernels.penalties import apply_penalties
@@ -26,18 +26,6 @@ if TYPE_CHECKING:
 NO_TOKEN = "the request's sampling parameters leave no token to choose"
 NOT_FINITE = "the model's logits are not finite"
 REPETITION_RANGE = (1e-30, 1e30)  # float32 knows smaller and larger ones as 0 and infinity; so far logits stay finite under them
-
-
-@dataclass
-class _TokenRules:
-    """What a row says about single token ids; [] where it says nothing."""
-
-    allowed: torch.Tensor | None
-    biased: torch.Tensor
-    biases: torch.Tensor  # float32, one a biased id
-    bad_words: list[list[int]]
-    ends: torch.Tensor  # EOS and stop ids, masked until min_tokens
-    min_tokens: int
 
 
 class SamplingTable:
@@ -55,10 +43,9 @@ class SamplingTable:
         self.repetition = np.ones(max_num_seqs, np.float32)
         self.seeds = np.zeros(max_num_seqs, np.int64)
         self.penalized = np.zeros(max_num_seqs, np.bool_)
-        self.ruled = np.zeros(max_num_seqs, np.bool_)  # has _TokenRules
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)  # -1: none wanted
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int32)
-        self.rules: dict[int, _TokenRules] = {}
+        self.rules = TokenRules(max_num_seqs, vocab_size)
 
     def set(self, row: int, sampling: SamplingParams, seed: int) -> str | None:
         """Fills a row. Returns why it cannot be sampled when its parameters name tokens that the model does not have."""
@@ -75,36 +62,16 @@ class SamplingTable:
         self.seeds[row] = (seed + 2**63) % 2**64 - 2**63  # modulo 2**64 into int64
         self.num_logprobs[row] = self._count(sampling.logprobs)
         self.num_prompt_logprobs[row] = self._count(sampling.prompt_logprobs)
-        return self._set_rules(row, sampling)
+        self.rules.clear(row)
+        return self.rules.set(row, sampling)
 
     def clear(self, row: int) -> None:
-        self.rules.pop(row, None)
-        self.ruled[row] = False
+        self.rules.clear(row)
 
     def _count(self, wanted: int | None) -> int:
         if wanted is None:
             return -1
         return self.vocab_size if wanted < 0 else min(wanted, self.vocab_size)
-
-    def _set_rules(self, row: int, sampling: SamplingParams) -> str | None:
-        self.clear(row)
-        ends = [*sampling.eos_token_ids, *sampling.stop_token_ids] if sampling.min_tokens > 0 else []
-        if not (sampling.allowed_token_ids or sampling.logit_bias or sampling.bad_words_token_ids or ends):
-            return None
-        words = [word for word in sampling.bad_words_token_ids if word]
-        named = [*sampling.allowed_token_ids, *sampling.logit_bias, *(token for word in words for token in word)]
-        if named and not 0 <= min(named) <= max(named) < self.vocab_size:
-            return f"sampling parameters name a token id outside the vocabulary of {self.vocab_size}"
-        self.ruled[row] = True
-        self.rules[row] = _TokenRules(
-            allowed=_ids(sampling.allowed_token_ids) if sampling.allowed_token_ids else None,
-            biased=_ids(list(sampling.logit_bias)),
-            biases=torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32),
-            bad_words=words,
-            ends=_ids([end for end in ends if 0 <= end < self.vocab_size]),
-            min_tokens=sampling.min_tokens,
-        )
-        return None
 
 
 @dataclass
@@ -124,7 +91,7 @@ class Sampler:
         failed = _fail_not_finite(logits)
         wanting = np.flatnonzero(table.num_logprobs[rows] >= 0)
         logprob_logits = logits[torch.from_numpy(wanting)] if len(wanting) and self.raw_logprobs else None
-        _apply_rules(logits, rows, batch)
+        table.rules.apply(logits, rows, batch)
         _apply_penalties(logits, rows, batch)
         greedy = table.greedy[rows]
         if greedy.all():
@@ -147,7 +114,9 @@ def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> tuple
 
     The token itself, then the k likeliest; its rank is 1 plus the number of likelier tokens.
     """
-    ids = torch.cat((token_ids.unsqueeze(1), logits.topk(k, dim=-1).indices), dim=1)
+    ids = token_ids.unsqueeze(1)
+    if k:
+        ids = torch.cat((ids, logits.topk(k, dim=-1).indices), dim=1)
     logprobs, ranks = gather_logprobs(logits, ids)
     return ids.to("cpu", torch.int32).numpy(), logprobs.cpu().numpy(), ranks.cpu().numpy()
 
@@ -158,28 +127,6 @@ def _fail_not_finite(logits: torch.Tensor) -> dict[int, str]:
     for place in places:
         logits[place] = 0.0
     return {place: NOT_FINITE for place in places}
-
-
-def _apply_rules(logits: torch.Tensor, rows: Int32Array, batch: Batch) -> None:
-    biases: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    for place in np.flatnonzero(batch.sampling.ruled[rows]).tolist():
-        row = int(rows[place])
-        rules, row_logits = batch.sampling.rules[row], logits[place]
-        if rules.allowed is not None:
-            allowed = rules.allowed.to(logits.device)
-            kept = row_logits[allowed]
-            row_logits.fill_(-torch.inf)
-            row_logits[allowed] = kept
-        output = batch.token_ids[row, batch.num_prompt_tokens[row] : batch.num_tokens[row]]
-        for *prefix, last in rules.bad_words:
-            if len(prefix) <= len(output) and output[len(output) - len(prefix) :].tolist() == prefix:
-                row_logits[last] = -torch.inf
-        if len(output) < rules.min_tokens:
-            row_logits[rules.ends.to(logits.device)] = -torch.inf
-        if len(rules.biased):
-            biases.append((torch.full_like(rules.biased, place), rules.biased, rules.biases))
-    if biases:
-        add_logit_bias(logits, *(torch.cat(column).to(logits.device) for column in zip(*biases, strict=True)))
 
 
 def _apply_penalties(logits: torch.Tensor, rows: Int32Array, batch: Batch) -> None:
@@ -217,16 +164,17 @@ def _apply_filters(logits: torch.Tensor, rows: Int32Array, table: SamplingTable)
 def _sampled_logprobs(
     logits: torch.Tensor, places: np.ndarray, rows: Int32Array, token_ids: Int32Array, table: SamplingTable, failed: dict[int, str]
 ) -> list[SampledLogprobs]:
-    """logits[i] belongs to rows[places[i]]."""
-    chosen = torch.from_numpy(token_ids[places]).long().to(logits.device)
+    """logits[i] belongs to rows[places[i]]. Rows that want equally many go together, so that none pays for another."""
+    told: list[SampledLogprobs] = []
     wanted = table.num_logprobs[rows[places]]
-    ids, values, ranks = top_logprobs(logits, chosen, int(wanted.max()))
-    return [
-        SampledLogprobs(int(rows[place]), ids[i, : 1 + wanted[i]].copy(), values[i, : 1 + wanted[i]].copy(), int(ranks[i]))
-        for i, place in enumerate(places.tolist())
-        if place not in failed
-    ]
-
-
-def _ids(token_ids: list[int]) -> torch.Tensor:
-    return torch.tensor(token_ids, dtype=torch.int64)
+    for k in np.unique(wanted).tolist():
+        group = np.flatnonzero(wanted == k)
+        its_logits = logits if len(group) == len(places) else logits[torch.from_numpy(group)]
+        chosen = torch.from_numpy(token_ids[places[group]]).long().to(logits.device)
+        ids, values, ranks = top_logprobs(its_logits, chosen, k)
+        told += [
+            SampledLogprobs(int(rows[place]), ids[i].copy(), values[i].copy(), int(ranks[i]))
+            for i, place in enumerate(places[group].tolist())
+            if place not in failed
+        ]
+    return told

@@ -1,11 +1,14 @@
 """Each sampling parameter by what it must and must not do to a draw."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gpu.sampler
 from gpu.batch import Batch
 from gpu.plan import NewRequest, SamplingParams, SchedulerOutput
 from gpu.sampler import NO_TOKEN, NOT_FINITE, Sampler, top_logprobs
@@ -216,7 +219,106 @@ def test_a_row_freed_and_taken_again_forgets_everything():
     logits = torch.zeros(1, VOCAB)
     logits[0, 1] = 1.0
     sampled = Sampler("raw_logprobs")(logits, np.zeros(1, np.int32), batch)
-    assert sampled.token_ids.tolist() == [1] and sampled.logprobs == [] and batch.sampling.rules == {}
+    assert sampled.token_ids.tolist() == [1] and sampled.logprobs == [] and len(batch.sampling.rules) == 0
+
+
+def num_calls(work):
+    """Calls of functions, of Python or C, that `work` makes from Python."""
+    count = 0
+
+    def note(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+RULES = {
+    "nothing": {},
+    "allowed ids": {"allowed_token_ids": list(range(40))},
+    "bad words": {"bad_words_token_ids": [[7], [5, 6, 7]]},
+    "ends": {"min_tokens": 3, "eos_token_ids": [2], "stop_token_ids": [6]},
+    "bias": {"logit_bias": {4: 1.0, 5: -1.0}},
+    "penalties": {"presence_penalty": 0.5, "repetition_penalty": 1.2},
+    "filters": {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
+}
+
+
+@pytest.mark.parametrize("params", RULES.values(), ids=RULES.keys())
+def test_a_step_s_python_does_not_grow_with_its_rows(params):
+    def calls_for(count):
+        rows = [(SamplingParams(seed=row, **params), [5, 6]) for row in range(count)]
+        batch, logits = make_batch(*rows), random_logits(count)
+        places = np.arange(count, dtype=np.int32)
+        Sampler("raw_logprobs")(logits.clone(), places, batch)  # compiles what it needs
+        return num_calls(lambda: Sampler("raw_logprobs")(logits, places, batch))
+
+    assert calls_for(2) == calls_for(40)
+
+
+def test_who_asks_for_nothing_pays_for_nobody(monkeypatch):
+    """One row that asks for everything: what is done for it is done to its logits alone."""
+    seen = []
+    original_penalties, original_logprobs = gpu.sampler.apply_penalties, gpu.sampler.top_logprobs
+
+    def penalties(logits, *columns):
+        seen.append(("penalties", len(logits)))
+        original_penalties(logits, *columns)
+
+    def logprobs(logits, token_ids, k):
+        seen.append(("logprobs", len(logits), k))
+        return original_logprobs(logits, token_ids, k)
+
+    monkeypatch.setattr(gpu.sampler, "apply_penalties", penalties)
+    monkeypatch.setattr(gpu.sampler, "top_logprobs", logprobs)
+    rows = [(greedy(), [])] * 6
+    sample(random_logits(6), *rows)
+    assert seen == []
+    rows[2], rows[4], rows[5] = (greedy(presence_penalty=1.0, logprobs=3), [1]), (greedy(logprobs=0), []), (greedy(logprobs=0), [])
+    sampled = sample(random_logits(6), *rows)
+    assert seen == [("penalties", 1), ("logprobs", 2, 0), ("logprobs", 1, 3)]
+    assert [entry.row for entry in sampled.logprobs] == [4, 5, 2]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.7, "min_p": 0.1, "logprobs": 0}])
+def test_nothing_is_sorted_where_nobody_needs_an_order(params, monkeypatch):
+    def forbidden(*arguments, **more):
+        raise AssertionError("sorted")
+
+    monkeypatch.setattr(gpu.sampler, "apply_top_k_top_p", forbidden)
+    for name in ("sort", "argsort", "topk", "kthvalue"):
+        monkeypatch.setattr(torch.Tensor, name, forbidden)
+        monkeypatch.setattr(torch, name, forbidden)
+    sampled = sample(random_logits(3), *[(SamplingParams(seed=row, **params), []) for row in range(3)])
+    assert not sampled.failed
+
+
+def test_rules_of_many_rows_together_are_those_of_each_alone():
+    """Rows come, go and come again in other places; some do not sample."""
+    generator = np.random.default_rng(5)
+    batch = make_batch(*[(greedy(), [])] * 12)
+    rows: dict[int, tuple[SamplingParams, list[int]]] = {}
+    none = np.zeros(0, np.int32)
+    for step in range(60):
+        row = int(generator.integers(12))
+        names = [name for name in RULES if generator.random() < 0.4]
+        sampling = greedy(**{key: value for name in names for key, value in RULES[name].items() if key != "temperature"})
+        output = generator.integers(5, 8, generator.integers(5)).tolist()
+        new = NewRequest(row, np.array(PROMPT + output, np.int32), len(PROMPT), 0, none, sampling, 0)
+        batch.apply(SchedulerOutput(step, [row], [new], none, none, none, none, 0))
+        rows[row] = sampling, output
+        sampling_rows = generator.permutation(list(rows))[: generator.integers(1, len(rows) + 1)].astype(np.int32)
+        logits = random_logits(len(sampling_rows), seed=step)
+        together = Sampler("raw_logprobs")(logits.clone(), sampling_rows, batch)
+        alone = [sample(logits[place : place + 1], rows[row]).token_ids[0] for place, row in enumerate(sampling_rows.tolist())]
+        assert together.token_ids.tolist() == alone
+    batch.apply(SchedulerOutput(60, list(rows), [], none, none, none, none, 0))
+    assert len(batch.sampling.rules) == 0
 
 
 params_strategy = st.builds(
