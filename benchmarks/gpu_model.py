@@ -43,7 +43,7 @@ TINY: dict[str, Any] = LLAMA_8B | dict(
 
 
 class RandomCheckpoint(Checkpoint):
-    """Weights of variance 1/in_features, made on the device that will hold them: no gigabytes cross to it. Norms are 1."""
+    """Weights of variance 1/in_features, made on the device, which takes a CPU minutes for a large model. Norms are 1."""
 
     def __init__(self, config: ArchitectureConfig, device: torch.device) -> None:
         super().__init__(config)
@@ -52,9 +52,9 @@ class RandomCheckpoint(Checkpoint):
 
     def _read(self, name: str, dtype: torch.dtype, rows: range, columns: range | None) -> torch.Tensor:
         if columns is None:
-            return torch.ones(len(rows), dtype=dtype, device=self.device)
+            return torch.ones(len(rows), dtype=dtype)
         shape = (len(rows), len(columns))
-        return torch.randn(shape, dtype=dtype, device=self.device, generator=self.generator).mul_(len(columns) ** -0.5)
+        return torch.randn(shape, dtype=dtype, device=self.device, generator=self.generator).mul_(len(columns) ** -0.5).cpu()
 
     def content_hash(self) -> str:
         return hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode()).hexdigest()
