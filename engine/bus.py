@@ -30,6 +30,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
+from engine.scripts import Argument
 from engine.scripts import BusUnavailable as BusUnavailable
 from engine.scripts import Call as Call
 from engine.scripts import Fenced as Fenced
@@ -114,6 +115,18 @@ def _first_error(answers: list[Any], keep_errors: bool) -> list[Any]:
     return answers
 
 
+class _Packer:
+    """Commands as redis-py's connections want them, in one piece each: half the time of its own packer, and one packet."""
+
+    def pack(self, name: str, *arguments: Argument) -> list[bytes]:
+        command = [*name.split(), *arguments]
+        pieces = [b"*%d\r\n" % len(command)]
+        for argument in command:
+            value = argument if isinstance(argument, bytes) else str(argument).encode()
+            pieces.append(b"$%d\r\n%b\r\n" % (len(value), value))
+        return [b"".join(pieces)]
+
+
 class Bus:
     """Blocking. Connections are pooled; one bus serves all threads of a process. Must not be used across a fork."""
 
@@ -126,7 +139,12 @@ class Bus:
 
     def _connect(self, timeout: float, max_connections: int) -> Any:  # redis.Redis, whose methods are untyped
         pool = redis.BlockingConnectionPool.from_url(
-            self.url, max_connections=max_connections, timeout=timeout, retry=Retry(NoBackoff(), 0), **_options(timeout)
+            self.url,
+            max_connections=max_connections,
+            timeout=timeout,
+            retry=Retry(NoBackoff(), 0),
+            command_packer=_Packer(),
+            **_options(timeout),
         )
         client = redis.Redis(connection_pool=pool)
         client.response_callbacks.clear()

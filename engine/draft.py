@@ -50,9 +50,9 @@ class StepDraft:
             )
         )
 
-    def grow(self, row: int, blocks: list[int]) -> None:
-        """A row that the workers hold gets blocks."""
-        self.grown_rows += [row] * len(blocks)
+    def grow(self, rows: list[int], blocks: list[int]) -> None:
+        """Rows that the workers hold get a block each; a row that stands there more often gets more."""
+        self.grown_rows += rows
         self.grown_blocks += blocks
 
     def plan(self, rows: Rows, num_tokens: Counts, total: int, freed_rows: list[int]) -> SchedulerOutput:

@@ -65,10 +65,13 @@ class KVCacheManager:
         self.pool.touch(hit.block_ids)
         request.block_ids = hit.block_ids + self.pool.allocate(num_blocks)
 
-    def grow(self, request: Request, num_blocks: int) -> list[int]:
-        """`num_blocks` more for a request; returns them. The caller has seen that they are free."""
-        blocks = self.pool.allocate(num_blocks)
-        request.block_ids += blocks
+    def grow_all(self, requests: list[Request], counts: list[int]) -> list[int]:
+        """`counts[i]` blocks more for `requests[i]`; returns all of them in order. The caller has seen that they are free."""
+        blocks = self.pool.allocate(sum(counts))
+        start = 0
+        for request, count in zip(requests, counts, strict=True):
+            request.block_ids += blocks[start : start + count]
+            start += count
         return blocks
 
     def free(self, request: Request) -> None:
@@ -94,9 +97,9 @@ class KVCacheManager:
         """The KV of the full blocks `first`..`last` (exclusive) is written, and the request has their tokens."""
         if not self.enable_prefix_caching:
             return
-        hashes = self._hashes(request, last)
+        extend_hashes(request, last, self.block_size)
         for index in range(first, last):
-            self.pool.publish(request.block_ids[index], hashes[index])
+            self.pool.publish(request.block_ids[index], request.block_hashes[index])
 
     def distrust(self, request: Request) -> None:
         """What a failed request holds may be wrong (NaN), and answers nobody from now on."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from engine import calls, keys
 from engine.bus import Bus, BusUnavailable
-from engine.calls import EndedRequest
+from engine.calls import Call, EndedRequest
 from engine.held import HeldRequest, reason_of
 from engine.outputs import StepOutputs
 from engine.protocol import ControlReply, EngineCoreOutputs, OutputLogprobs, OutputPromptLogprobs, encode, encode_column
@@ -105,8 +105,21 @@ class Outflow:
                 pass
 
     def _flush(self, report: Report) -> None:
+        call = self.call_for(report)
+        delay = 0.02
+        while True:
+            try:
+                self._bus.run(call)
+                return
+            except BusUnavailable as error:
+                logger.warning("Redis is away, output waits: %s", error)
+                time.sleep(delay)  # Redis gives no sign of its return
+                delay = min(2 * delay, 1.0)
+
+    def call_for(self, report: Report) -> Call[int]:
+        """The flush of a report, under the next number."""
         self._num_flushes += 1
-        call = calls.flush(
+        return calls.flush(
             self._model,
             self._slot,
             self._incarnation,
@@ -117,15 +130,6 @@ class Outflow:
             notices=[(keys.client_channel(client), encode(reply)) for client, reply in report.replies],
             retention=self._retention,
         )
-        delay = 0.02
-        while True:
-            try:
-                self._bus.run(call)
-                return
-            except BusUnavailable as error:
-                logger.warning("Redis is away, output waits: %s", error)
-                time.sleep(delay)  # Redis gives no sign of its return
-                delay = min(2 * delay, 1.0)
 
     def _messages(self, report: Report) -> list[tuple[str, bytes]]:
         by_client: dict[int, EngineCoreOutputs] = {}
@@ -144,8 +148,9 @@ class Outflow:
         return messages
 
     def _add_columns(self, outputs: StepOutputs, by_client: dict[int, EngineCoreOutputs]) -> None:
-        for client in np.unique(outputs.clients).tolist():
-            theirs = slice(None) if len(self._clients) == 1 else outputs.clients == client
+        counts = np.bincount(outputs.clients)
+        for client in counts.nonzero()[0].tolist():
+            theirs = slice(None) if counts[client] == len(outputs.clients) else outputs.clients == client
             message = self._of(by_client, client)
             message.handles = encode_column(outputs.handles[theirs], np.int64)
             message.choices = encode_column(outputs.choices[theirs])

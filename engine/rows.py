@@ -142,6 +142,21 @@ class RowTable:
         request.token_bytes += self._newest(row, first, last)
         self.num_stored[row] = last
 
+    def store_blocks(self, rows: Rows) -> list[Request]:
+        """`store_tokens` of all `rows`, whose requests come back; those that lack just a block, as decodes do, in one gather."""
+        requests = [self.request(row) for row in rows.tolist()]
+        first, last = self.num_stored[rows], self.num_known[rows]
+        if (last - first == self.block_size).all():
+            places = (first[:, None] + np.arange(self.block_size)) % self._ring_size
+            newest, width = self._ring[rows[:, None], places].tobytes(), self.block_size * TOKEN_BYTES
+            for index, request in enumerate(requests):
+                request.token_bytes += newest[index * width : (index + 1) * width]
+            self.num_stored[rows] = last
+        else:
+            for row in rows.tolist():
+                self.store_tokens(row)
+        return requests
+
     def token_bytes(self, row: int) -> bytes:
         """All tokens of a row's request that are known."""
         request = self.request(row)

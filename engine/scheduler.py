@@ -176,8 +176,8 @@ class Scheduler:
         missing = -(-(table.num_computed[grown] + num_tokens[growing] - table.capacity[grown]) // self.block_size)
         if missing.sum() > self.kv.pool.num_free:
             return self._grow_by_preemption(draft, rows, num_tokens, growing)
-        for row, count in zip(grown.tolist(), missing.tolist(), strict=True):
-            draft.grow(row, self.kv.grow(table.request(row), count))
+        blocks = self.kv.grow_all([table.request(row) for row in grown.tolist()], missing.tolist())
+        draft.grow(grown.repeat(missing).tolist(), blocks)
         table.capacity[grown] += missing * self.block_size
         return len(rows)
 
@@ -193,7 +193,7 @@ class Scheduler:
                 missing = self.kv.num_blocks_for(int(table.num_computed[row] + num_tokens[index] - table.capacity[row]))
                 fitting = int(table.capacity[row] - table.num_computed[row]) + pool.num_free * self.block_size
                 if missing <= pool.num_free:
-                    draft.grow(row, self.kv.grow(table.request(row), missing))
+                    draft.grow([row] * missing, self.kv.grow_all([table.request(row)], [missing]))
                     table.capacity[row] += missing * self.block_size
                     break
                 if self.config.shrink_chunks and fitting > 0:
@@ -331,13 +331,13 @@ class Scheduler:
     def _publish(self, rows: Rows) -> None:
         """Store the tokens and publish the blocks of rows that completed a block."""
         table = self.rows
-        for row in rows[table.num_written[rows] >= table.next_border[rows]].tolist():
-            request = table.requests[row]
-            assert request is not None
-            first, last = int(table.next_border[row]) // self.block_size - 1, int(table.num_written[row]) // self.block_size
-            table.store_tokens(row)
-            table.next_border[row] = (last + 1) * self.block_size
-            self.kv.publish(request, first, last)
+        rows = rows[table.num_written[rows] >= table.next_border[rows]]
+        if not rows.size:
+            return
+        first, last = table.next_border[rows] // self.block_size - 1, table.num_written[rows] // self.block_size
+        table.next_border[rows] = (last + 1) * self.block_size
+        for request, begin, end in zip(table.store_blocks(rows), first.tolist(), last.tolist(), strict=True):
+            self.kv.publish(request, begin, end)
 
     def _collect_logprobs(self, output: ModelRunnerOutput, outputs: StepOutputs) -> None:
         table = self.rows
