@@ -2,7 +2,7 @@
 
     python -m benchmarks.step MODEL                     # decodes at 200 tokens of context, a prompt of 128
     python -m benchmarks.step MODEL --threads 1 2
-    python -m benchmarks.step null                      # no model: schedule, execute, update, encode at 256 and 1024 running
+    python -m benchmarks.step null                      # no model: what is around it, at 256 and 1024 running
 
 Classes and thread counts take turns, step by step, so that a busy machine is busy for all; medians. The bound is the slower of the
 products at the class's rate and the weights' bytes at the memory's, both measured in this process just before.
@@ -21,10 +21,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.overhead import measure_overhead
 from gpu.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
 from gpu.distributed import TensorParallelGroup
 from gpu.linear import make_linear
-from gpu.plan import NewRequest, SamplingParams, SchedulerOutput, encode
+from gpu.plan import NewRequest, SamplingParams, SchedulerOutput
 from gpu.runner import ModelRunner
 from gpu.weights import open_checkpoint
 
@@ -172,58 +173,6 @@ def measure_model(path: str, classes: list[str], threads: list[int], rows: list[
     return table
 
 
-def measure_overhead(sizes: list[int], num_steps: int) -> Table:
-    """The parts of an engine's step around the model: median milliseconds of CPU time."""
-    from engine.config import SchedulerConfig
-    from engine.request import Request
-    from engine.scheduler import Scheduler
-    from gpu.executor import Executor
-    from gpu.plan import decode_output, decode_plan
-
-    table = Table(
-        "running", "schedule", "execute", "update", "encode plan", "decode plan", "output", "sum", title="ms a step, no model"
-    )
-    for size in sizes:
-        scheduler = Scheduler(
-            SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=size), block_size=16, num_blocks=40_000, max_model_len=2048
-        )
-        executor = Executor.make(
-            WorkerConfig(
-                ModelConfig(load_format="null"),
-                parallel=ParallelConfig(distributed_executor_backend="uni"),
-                max_num_seqs=size,
-                max_num_batched_tokens=8192,
-            )
-        )
-        executor.start()
-        executor.allocate_kv(40_000, 2048)
-        for index in range(size):
-            prompt = np.full(100, index + 3, dtype=np.int32)
-            scheduler.add_request(Request(str(index), prompt, SamplingParams(max_tokens=1500, ignore_eos=True)))
-        columns: list[list[float]] = []
-        while len(columns) < num_steps:
-            times = [time.thread_time()]
-            plan = scheduler.schedule(0.0)
-            times.append(time.thread_time())
-            executor.submit(plan)
-            output = executor.collect()
-            times.append(time.thread_time())
-            scheduler.update_from_output(plan, output, 0.0)
-            times.append(time.thread_time())
-            payload = encode(plan)
-            times.append(time.thread_time())
-            decode_plan(payload)
-            times.append(time.thread_time())
-            decode_output(encode(output))
-            times.append(time.thread_time())
-            if len(output.rows) == size == plan.total_num_scheduled_tokens:
-                columns.append(np.diff(times).tolist())
-        executor.shutdown()
-        medians = np.median(np.array(columns), axis=0) * 1e3
-        table.add_row(str(size), *(f"{value:.3f}" for value in medians), f"{medians.sum():.3f}")
-    return table
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -235,10 +184,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     options = parser.parse_args()
     if options.model == "null":
-        table = measure_overhead([256, 1024], options.steps * 10)
+        tables = measure_overhead([256, 1024], options.steps * 20)
     else:
-        table = measure_model(options.model, options.classes, options.threads, options.rows, options.steps)
-    Console(width=120).print(table)
+        tables = [measure_model(options.model, options.classes, options.threads, options.rows, options.steps)]
+    Console(width=120).print(*tables, sep="\n\n")
 
 
 if __name__ == "__main__":
