@@ -69,9 +69,7 @@ class Units:
             for dtype in (torch.float32, torch.float16):
                 yield from kernel_cases.checks(kernel_cases.TINY, dtype, False)
             return
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            yield from kernel_cases.checks(kernel_cases.ODD, dtype, self.float8)
-        yield from kernel_cases.checks(kernel_cases.LLAMA_8B, torch.bfloat16, self.float8)
+        yield from kernels.gpu_checks(self.float8)
 
     def check_model(self) -> Iterator[Event]:
         """Logits of whole steps: by kernels, padded (from graphs on a GPU), and by plain torch."""
@@ -99,7 +97,7 @@ class Units:
 
     def time(self, operation: str) -> Iterator[Event]:
         if self.on_gpu:
-            cases = kernels.gpu_timings()
+            cases = kernels.gpu_timings(self.float8)
         else:
             cases = kernel_cases.timings(kernel_cases.TINY, torch.float32, torch.float32, [2], 20, 9, float8=False)
         chosen = [case for case in cases if case.operation == operation]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.device_timing import Roofline, Timer, measure_roofline
-from benchmarks.kernel_cases import LLAMA_8B, SMOLLM2_135M, Case, timings
+from benchmarks.kernel_cases import LLAMA_8B, ODD, SMOLLM2_135M, Case, checks, timings
 from benchmarks.text_table import text_table
 from kernels import cpu_threads
 
@@ -74,18 +74,25 @@ def cpu_timings() -> Iterator[Case]:
     return timings(SMOLLM2_135M, torch.float32, torch.float16, [1, 16, 64], context=256, prompt=128, float8=False)
 
 
-def gpu_timings() -> Iterator[Case]:
-    return timings(LLAMA_8B, torch.bfloat16, torch.bfloat16, [1, 16, 64], context=2048, prompt=2048, float8=_has_float8())
+def gpu_timings(float8: bool) -> Iterator[Case]:
+    return timings(LLAMA_8B, torch.bfloat16, torch.bfloat16, [1, 16, 64], context=2048, prompt=2048, float8=float8)
 
 
-def _has_float8() -> bool:
+def gpu_checks(float8: bool) -> Iterator[Case]:
+    """Shapes that fit no tile in every type, and a real model's in its own."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        yield from checks(ODD, dtype, float8)
+    yield from checks(LLAMA_8B, torch.bfloat16, float8)
+
+
+def has_float8() -> bool:
     return torch.cuda.get_device_capability() >= (9, 0)
 
 
 def measure_device(timer: Timer) -> Roofline:
     if timer.device.type == "cpu":
         return measure_roofline(timer, 256 << 20, 1024, [torch.float32])
-    dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.int8, *([torch.float8_e4m3fn] if _has_float8() else [])]
+    dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.int8, *([torch.float8_e4m3fn] if has_float8() else [])]
     return measure_roofline(timer, 4 << 30, 8192, dtypes)
 
 
@@ -109,7 +116,7 @@ def main() -> None:
     timer = Timer(torch.device(options.device), options.budget)
     roofline = measure_device(timer)
     print(describe_roofline(roofline), flush=True)
-    cases = cpu_timings() if options.device == "cpu" else gpu_timings()
+    cases = cpu_timings() if options.device == "cpu" else gpu_timings(has_float8())
     chosen = (case for case in cases if not options.operations or case.operation in options.operations)
     print(text_table(HEADER, [timed.row() for timed in time_cases(chosen, timer, roofline)]))
 

@@ -116,15 +116,15 @@ def compile_launch(launch: Launch, chip: int) -> Any:
     return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options.__dict__)
 
 
-def compile_variant(operation: str, variant: Variant, chip: int) -> Iterator[Compiled]:
-    """Each kernel that the variant launches, compiled; kernels launched twice in the same way once."""
-    names = set()
+def compile_variant(operation: str, variant: Variant, chip: int, seen: set[str] | None = None) -> Iterator[Compiled]:
+    """Each kernel that the variant launches, compiled; kernels launched twice in the same way, or in `seen`, once."""
+    seen = set() if seen is None else seen
     for launch in record(variant):
         name = launch.kernel.__name__.removeprefix("_").removesuffix("_kernel")
         compiled = compile_launch(launch, chip)
-        if compiled.hash in names:
+        if compiled.hash in seen:
             continue
-        names.add(compiled.hash)
+        seen.add(compiled.hash)
         registers, spills = resource_usage(compiled.asm["cubin"])
         yield Compiled(
             operation=operation,

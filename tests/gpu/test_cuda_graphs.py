@@ -1,16 +1,23 @@
 """Padded decodes: to what size, without disturbing other rows or touching their KV; and replayed from CUDA graphs on a GPU."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 
+from gpu.batch import Batch
 from gpu.cuda_graphs import CudaGraphs, PaddedDecode, capture_sizes, make_graphs
 from gpu.distributed import TensorParallelGroup
-from gpu.plan import SamplingParams
+from gpu.kv_cache import KVCache
+from gpu.linear import Numerics
+from gpu.models import load_model
+from gpu.models.config import ArchitectureConfig
+from gpu.plan import NewRequest, SamplingParams, SchedulerOutput
 from gpu.runner import ModelRunner
-from gpu.weights import open_checkpoint
+from gpu.weights import DummyCheckpoint, open_checkpoint
 from tests.gpu.engine_stub import Driver, make_config, make_runner
-from tests.gpu.tiny_models import save_model
+from tests.gpu.tiny_models import SIZES, save_model
 
 ALL_LOGPROBS = SamplingParams(temperature=0.0, logprobs=-1, prompt_logprobs=1)
 ONE_TOKEN = SamplingParams(temperature=0.0, logprobs=-1, allowed_token_ids=[7])  # raw logprobs, whatever the model thinks
@@ -120,6 +127,39 @@ def test_prompt_chunks_of_one_token_sample_only_at_their_end(folder):
     assert driver.tokens == expected.tokens
     entries = [(e.row, e.position) for output in driver.outputs for e in output.prompt_logprobs]
     assert sorted(entries) == [(1, 1), (1, 2), (3, 1), (3, 2), (3, 3)]
+
+
+def test_a_captured_step_reads_no_tensor_and_launches_the_same_whatever_it_holds():
+    """Tensors of torch's meta device have shapes alone: whoever looked into one, as no captured code may, would be refused."""
+    pytest.importorskip("triton")
+    from triton.runtime.jit import JITFunction
+
+    meta, dtype = torch.device("meta"), torch.bfloat16
+    config = ArchitectureConfig.from_hf_config(
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES, "head_dim": 8}
+    )
+    model = load_model(DummyCheckpoint(config), Numerics(dtype, dtype), meta, TensorParallelGroup())
+    model.rotary.ensure(512)
+    decode = PaddedDecode(model, KVCache(3, 10, 16, 2, 8, dtype, meta), [1, 4], 128, dtype, meta)
+    batch = Batch(8, 2000, 16, 300, meta)
+    none = np.zeros(0, np.int32)
+    new = [NewRequest(row, np.arange(9, dtype=np.int32), 9, 8, np.array([row + 1], np.int32), ALL_LOGPROBS, 0) for row in range(3)]
+    plan = SchedulerOutput(0, [], new, none, none, np.arange(3, dtype=np.int32), np.ones(3, np.int32), 3)
+    batch.apply(plan)
+    step = batch.make_step(plan)
+    assert step.token_ids.device == meta and decode.size_of(step) == 4
+
+    def record(work):
+        launches = []
+        with mock.patch.object(JITFunction, "run", lambda kernel, *a, **k: launches.append((kernel.__name__, k["grid"]))):
+            work()
+        return launches
+
+    launches = record(lambda: decode.compute(4))
+    assert record(lambda: decode(step, 4)) == launches
+    names = [name for name, _ in launches]
+    assert {"_rope_kv_write_kernel", "_attend_decode_kernel", "_fold_segments_kernel", "_silu_mul_kernel"} <= set(names)
+    assert len(names) == 3 * 6 + 1  # a layer's two norms, rotation, two of attention, gate; the last norm
 
 
 def test_a_cpu_captures_nothing(folder):
