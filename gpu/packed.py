@@ -139,6 +139,7 @@ class SharedWeights:
             os.fsync(self._data.fileno())
             draft.rename(self._folder / _INDEX)
             _forget_old(self._folder.parent)
+        fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process forked meanwhile would keep it
         self._data.close()
         self._lock.close()
 

@@ -31,14 +31,18 @@ def dequantize(blocks: NDArray[np.uint8], type: GGMLQuantizationType) -> NDArray
     return values
 
 
+def in_blocks(type: GGMLQuantizationType) -> bool:
+    """Whether the type's elements share scales."""
+    return type.name in _SPLITTERS
+
+
 def split_blocks(blocks: NDArray[np.uint8], type: GGMLQuantizationType) -> Blocks | None:
     """[rows, bytes] of whole blocks, taken apart and not computed with; None for a type whose elements stand alone."""
-    splitter = _SPLITTERS.get(type.name)
-    if splitter is None:
+    if not in_blocks(type):
         return None
     _, block_bytes = GGML_QUANT_SIZES[type]
     rows = len(blocks)
-    codes, scales, minima, bits = splitter(np.ascontiguousarray(blocks).reshape(-1, block_bytes))
+    codes, scales, minima, bits = _SPLITTERS[type.name](np.ascontiguousarray(blocks).reshape(-1, block_bytes))
     return Blocks(codes.reshape(rows, -1), *(np.ascontiguousarray(x, np.float32).reshape(rows, -1) for x in (scales, minima)), bits)
 
 

@@ -14,6 +14,7 @@ from gpu.batch import OVERRUN, Batch, Step
 from gpu.config import Capacity, WorkerConfig
 from gpu.cuda_graphs import PaddedDecode, make_graphs
 from gpu.distributed import TensorParallelGroup
+from gpu.errors import CheckpointError
 from gpu.kv_cache import KVCache
 from gpu.linear import DTYPES, Numerics
 from gpu.machine import compute_threads
@@ -40,6 +41,8 @@ class ModelRunner:
         self.checkpoint = checkpoint
         self.device = device
         self.group = group
+        if config.model.quantization == "gguf" and not checkpoint.is_quantized:
+            raise CheckpointError(f"{checkpoint.describe()} has no quantized blocks: --quantization gguf is for GGUF files that do")
         self.numerics = Numerics.choose(config.model.dtype, config.model.quantization, device)
         self.kv_dtype = _kv_dtype(config.cache.kv_cache_dtype, self.numerics)
         self.sampler = Sampler(config.model.logprobs_mode)

@@ -23,7 +23,7 @@ from gpu.errors import CheckpointError
 from gpu.gguf import GGUFFile, TensorInfo
 from gpu.gguf_architecture import gguf_name, hf_config, permuted_heads
 from gpu.models.config import ArchitectureConfig
-from gpu.quantization import SUPPORTED_TYPES, dequantize, split_blocks
+from gpu.quantization import SUPPORTED_TYPES, dequantize, in_blocks, split_blocks
 from kernels.blocks import Blocks
 
 __all__ = ["Checkpoint", "CheckpointError", "DummyCheckpoint", "GGUFCheckpoint", "SafetensorsCheckpoint", "open_checkpoint"]
@@ -63,6 +63,8 @@ class Checkpoint(ABC):
         Raises CheckpointError where the columns cut through blocks.
         """
         return None
+
+    is_quantized = False  # some matrix is in blocks
 
     def stamp(self) -> str:
         """Changes when the files do, though not their lengths and headers; empty: no files."""
@@ -149,7 +151,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A GGUF file, dequantized as it is read."""
+    """A GGUF file: dequantized as it is read, or its blocks as they are."""
 
     def __init__(self, path: Path):
         self._file = GGUFFile(path)
@@ -159,6 +161,7 @@ class GGUFCheckpoint(Checkpoint):
             self._tensors = {name: tensor for name, tensor in found.items() if tensor is not None}
             _check_shapes(self, {name: tensor.shape for name, tensor in self._tensors.items()})
             self._check_types()
+            self.is_quantized = any(in_blocks(tensor.type) for tensor in self._tensors.values())
         except BaseException:
             self._file.close()
             raise

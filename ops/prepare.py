@@ -55,6 +55,14 @@ def fetch_model(resolved: Resolved, show: Callable[[str, float | None], None] = 
         resolved.derive("served_model_name", [DEMO_NAME], "`demo`")
 
 
+def place_weights(resolved: Resolved) -> None:
+    """Settle where packed weights are kept, where no folder was named."""
+    if not resolved.config.model.weights_cache_dir:
+        from ops.demo import cache_folder
+
+        resolved.derive("weights_cache_dir", str(cache_folder() / "weights"), "the cache folder")
+
+
 def name_model(resolved: Resolved) -> None:
     """Settle under which name clients know the model, where no name was given."""
     if not resolved.config.api.served_model_name:

@@ -11,7 +11,7 @@ from typing import Any
 from engine.config import EngineConfig, ServeConfig
 from ops import listen
 from ops.logs import configure_logging
-from ops.prepare import check, fetch_model, name_model
+from ops.prepare import check, fetch_model, name_model, place_weights
 from ops.settings import Resolved
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ def run_engine(resolved: Resolved, progress_fd: int | None) -> int:
     check(resolved.config)
     fetch_model(resolved)
     name_model(resolved)
+    place_weights(resolved)
     return process.run_engine(engine_config(resolved.config), progress_fd, resolved.config.api.shutdown_timeout)
 
 
