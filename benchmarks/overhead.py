@@ -53,15 +53,16 @@ OTHERS = ("flush round trip", "Valkey", "decode plan", "null model")
 
 
 def measure_overhead(sizes: list[int], num_steps: int) -> list[Table]:
-    parts = Table("running", *PARTS, "sum", *OTHERS, title=f"ms a step, means of {num_steps}")
+    parts = Table(
+        "running", *PARTS, "sum", "calm", *OTHERS, title=f"ms a step, medians of {num_steps}; calm: the sum's lowest tenth"
+    )
     whole = Table(
         "running", "worker", "steps/s", "engine", "its main thread", "worker", "Valkey", title=f"CPU ms a step, {num_steps} steps"
     )
     with embedded_valkey() as url:
         for size in sizes:
-            means = measure_parts(url, size, num_steps)
-            columns = [*(means[name] for name in PARTS), sum(means[name] for name in PARTS), *(means[name] for name in OTHERS)]
-            parts.add_row(str(size), *(f"{value:.3f}" for value in columns))
+            measured = measure_parts(url, size, num_steps)
+            parts.add_row(str(size), *(f"{measured[name]:.3f}" for name in (*PARTS, "sum", "calm", *OTHERS)))
         for size in sizes:
             for backend in ("uni", "mp"):
                 whole.add_row(str(size), backend, *measure_process(url, size, num_steps, backend))
@@ -75,7 +76,9 @@ def embedded_valkey() -> Iterator[str]:
         directory = DataDirectory(folder)
         server = EmbeddedValkey(directory)
         command = server.command()
-        process = subprocess.Popen(command.arguments, env=command.environment, pass_fds=command.inherited)
+        process = subprocess.Popen(
+            command.arguments, env=command.environment, pass_fds=command.inherited, stdout=subprocess.DEVNULL
+        )
         try:
             assert command.ready is not None
             asyncio.run(asyncio.wait_for(command.ready(), 20))
@@ -90,13 +93,12 @@ def embedded_valkey() -> Iterator[str]:
 def role(*arguments: object) -> Iterator[subprocess.Popen[bytes]]:
     """A process of this module that has said that it is ready; told to end by SIGTERM, and waited for."""
     command = [sys.executable, "-m", "benchmarks.overhead", *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None and process.stdout.readline(), f"{command} did not start"
-        yield process
-    finally:
-        process.terminate()
-        process.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline(), f"{command} did not start"
+            yield process
+        finally:
+            process.terminate()
 
 
 def say_ready() -> None:
@@ -127,7 +129,7 @@ def valkey_seconds(client: redis.Redis) -> float:
 
 
 def measure_parts(url: str, size: int, num_steps: int) -> dict[str, float]:
-    """Milliseconds a step by part, means over steps in which `size` requests decode."""
+    """Milliseconds a step by part, over steps in which `size` requests decode; "calm" is what a tenth of the steps stay below."""
     config = engine_config(size, num_steps + 100, "uni")
     core = EngineCore(config)
     for index in range(size):
@@ -152,8 +154,11 @@ def measure_parts(url: str, size: int, num_steps: int) -> dict[str, float]:
             heartbeat.stop()
         bus.run(calls.release_api(server))
     core.shutdown()
-    means = {name: float(np.mean([step[name] for step in steps])) for name in steps[0]} | {"Valkey": valkey}
-    return {name: 1e3 * seconds for name, seconds in means.items()}
+    for step in steps:
+        step["sum"] = sum(step[name] for name in PARTS)
+    seconds = {name: float(np.median([step[name] for step in steps])) for name in steps[0]}
+    calm = float(np.quantile([step["sum"] for step in steps], 0.1))
+    return {name: 1e3 * value for name, value in (seconds | {"calm": calm, "Valkey": valkey}).items()}
 
 
 def one_step(core: EngineCore, bus: Bus, outflow: Outflow) -> tuple[dict[str, float], int]:

@@ -6,9 +6,12 @@ only while they run (a record, an external id) get the prefix of such keys and a
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 GROUP = "engines"  # the consumer group of every requests stream
 
 
+@lru_cache(maxsize=64)
 def _tag(model: str) -> str:
     """The model's name between braces. A brace inside it would end the hash tag early."""
     return "{" + model.replace("%", "%25").replace("{", "%7B").replace("}", "%7D") + "}"
@@ -78,6 +81,7 @@ def usage_day(model: str, day: int | str = "") -> str:
     return _of(model, f"usage:day:{day}")
 
 
+@lru_cache(maxsize=64)
 def ledger(model: str) -> tuple[str, ...]:
     """KEYS 1-9 of every script that moves requests, in the order of lua/ledger.lua."""
     return (

@@ -1,0 +1,21 @@
+"""The benchmark of what headrace adds to a step, small: its parts and its engine process run and tell plausible figures."""
+
+from __future__ import annotations
+
+from benchmarks.overhead import OTHERS, PARTS, embedded_valkey, measure_parts, measure_process
+
+
+def test_parts_and_processes_are_measured() -> None:
+    with embedded_valkey() as url:
+        parts = measure_parts(url, size=4, num_steps=20)
+        assert parts.keys() == {*PARTS, *OTHERS, "sum", "calm"}
+        assert all(value > 0 for value in parts.values())
+        assert 0 < parts["calm"] <= parts["sum"] < sum(parts.values())
+        steps_a_second, engine, main_thread, worker, valkey = map(float, measure_process(url, 4, 50, "mp"))
+    assert steps_a_second > 0 and valkey > 0
+    assert engine >= main_thread >= 0 and worker >= 0
+
+
+def test_a_worker_in_the_engine_s_process_has_no_time_of_its_own() -> None:
+    with embedded_valkey() as url:
+        assert measure_process(url, 4, 50, "uni")[3] == "0.000"
