@@ -14,12 +14,15 @@ def available_cores() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that this process may still use: the machine's, or what its control group leaves where that is less."""
-    available = psutil.virtual_memory().available
+    """Bytes that this process may still use: the machine's, or what its control group leaves where that is less.
+
+    Pages of files that it has read through a mapping, weights above all, are free to the kernel, not to us: they are read again.
+    """
+    available = psutil.virtual_memory().available - psutil.Process().memory_info().shared
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
         available = min(available, max(0, int(text) - int(used.read_text())))
-    return available
+    return max(0, available)
 
 
 def compute_threads(cores: int, replicas: int, ranks: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from engine.config import ServeConfig
 from engine.protocol import EngineInfo
@@ -26,9 +26,9 @@ def show_configuration(resolved: Resolved) -> None:
         _show((section, name, value, source) for section, name, value, source in rows if source != "default")
 
 
-def show_derived(config: ServeConfig, info: EngineInfo) -> None:
-    """What the engine has settled."""
-    rows = derived_values(config, info)
+def show_derived(config: ServeConfig, info: EngineInfo, parallel: Mapping[str, str]) -> None:
+    """What was settled since, by `serve` (`parallel`: why) and by the engine."""
+    rows = derived_values(config, info, parallel)
     if config.log.log_format == "json":
         log.info(
             "settled by the engine", extra={"config": {name: {"value": value, "reason": reason} for name, value, reason in rows}}

@@ -1,16 +1,21 @@
-"""Values that a running engine settled because the configuration left them open, each with its reason."""
+"""Values that `serve` and a running engine settled because the configuration left them open, each with its reason."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from engine.config import ServeConfig
 from engine.limits import step_limits
 from engine.protocol import EngineInfo
 
 
-def derived_values(config: ServeConfig, info: EngineInfo) -> list[tuple[str, int | str, str]]:
-    """Rows (setting, value, reason) of what `info`, the engine of this configuration, was left to settle."""
+def derived_values(config: ServeConfig, info: EngineInfo, parallel: Mapping[str, str]) -> list[tuple[str, int | str, str]]:
+    """Rows (setting, value, reason) of what `info`, an engine of this configuration, was left to settle.
+
+    parallel: reasons for what the configuration was not given but has by now.
+    """
     by_device = f"default on {info.device}"
-    rows: list[tuple[str, int | str, str]] = []
+    rows: list[tuple[str, int | str, str]] = [(name, getattr(config.parallel, name), why) for name, why in parallel.items()]
     if config.model.device == "auto":
         rows.append(("device", info.device, "a GPU is there" if info.device != "cpu" else "no GPU is there"))
     if config.model.dtype == "auto":
@@ -25,7 +30,8 @@ def derived_values(config: ServeConfig, info: EngineInfo) -> list[tuple[str, int
         rows.append(("max_num_seqs", info.max_num_seqs, by_device))
     if config.cache.num_gpu_blocks_override is None:
         size = "kv_cache_memory_bytes" if config.cache.kv_cache_memory_bytes else "gpu_memory_utilization"
-        rows.append(("num_gpu_blocks", info.num_blocks, f"what {size} leaves room for, {info.block_size} tokens each"))
+        each = " in each engine" if config.parallel.data_parallel_size > 1 else ""
+        rows.append(("num_gpu_blocks", info.num_blocks, f"what {size} leaves room for{each}, {info.block_size} tokens each"))
     return rows
 
 

@@ -17,18 +17,19 @@ class Replicas:
     """Settles what was left open of `data_parallel_size` and, on the CPU, of `num_threads`."""
 
     def __init__(self, resolved: Resolved) -> None:
+        self.reasons: dict[str, str] = {}  # of what was settled here
         self._resolved = resolved
         self._model, self._parallel = resolved.config.model, resolved.config.parallel
         self._computes_on_cpu = self._model.load_format != "null" and not _on_gpu(self._model.device)
         self._threads_are_open = self._computes_on_cpu and self._parallel.num_threads == 0
         self.are_chosen = self._parallel.data_parallel_size == 0  # here, and so may be fewer
         if self.are_chosen:
-            resolved.derive("data_parallel_size", *self._choose())
+            self._settle("data_parallel_size", *self._choose())
         self._settle_threads()
 
     def fall_back(self, why: str) -> None:
         """One engine after all, which has all of the memory."""
-        self._resolved.derive("data_parallel_size", 1, why)
+        self._settle("data_parallel_size", 1, why)
         self._settle_threads()
 
     def _settle_threads(self) -> None:
@@ -36,7 +37,11 @@ class Replicas:
             replicas, cores = self._parallel.data_parallel_size, available_cores()
             threads = compute_threads(cores, replicas, self._parallel.tensor_parallel_size)
             reason = f"{_plural(replicas, 'engine')} on {_plural(cores, 'core')}; they share the tokens of a prompt"
-            self._resolved.derive("num_threads", threads, reason)
+            self._settle("num_threads", threads, reason)
+
+    def _settle(self, name: str, value: int, reason: str) -> None:
+        self._resolved.derive(name, value, reason)
+        self.reasons[name] = reason
 
     def _choose(self) -> tuple[int, str]:
         """(engines, reason)."""

@@ -60,12 +60,11 @@ def serve(resolved: Resolved) -> int:
         stack.callback(display.close)
         fetch_model(resolved, display.update)
         name_model(resolved)
-        replicas = Replicas(resolved)
         if config.log.log_format == "auto":
             reason = "stderr is a terminal" if sys.stderr.isatty() else "stderr is no terminal"
             resolved.derive("log_format", resolve_format(config.log), reason)
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-"))
-        return asyncio.run(_run(resolved, replicas, listener, directory, display, Path(scratch)))
+        return asyncio.run(_run(resolved, listener, directory, display, Path(scratch)))
 
 
 async def _run(resolved: Resolved, *parts: Any) -> int:
@@ -78,7 +77,6 @@ class _Serve:
     def __init__(
         self,
         resolved: Resolved,
-        replicas: Replicas,
         listener: socket.socket,
         directory: DataDirectory | None,
         display: LoadingDisplay,
@@ -86,14 +84,12 @@ class _Serve:
     ) -> None:
         self._resolved = resolved
         self._config = resolved.config
-        self._replicas = replicas
         self._listener = listener
         self._directory = directory
         self._display = display
         self._scratch = scratch
         self._url = listen.url_of(listener)
         self._supervisor = Supervisor()
-        self._serving = False
 
     async def run(self) -> int:
         return await self._supervisor.run(self._bring_up())
@@ -103,15 +99,15 @@ class _Serve:
         await self._start_redis()
         show_configuration(self._resolved)
         self._supervisor.start(self._worker())
-        engines = Engines(self._config, self._replicas, self._supervisor, self._display.update, _write_line)
+        replicas = await asyncio.to_thread(Replicas, self._resolved)
+        engines = Engines(self._config, replicas, self._supervisor, self._display.update, _write_line)
         engines.start()
         self._supervisor.start(*self._api_servers())
         await engines.ready()
         await self._answers("/ready")
-        self._serving = True
         self._display.close()
         if (info := await engines.info()) is not None:
-            show_derived(self._config, info)
+            show_derived(self._config, info, replicas.reasons)
         show_ready(self._config, self._url)
 
     async def _start_redis(self) -> None:
