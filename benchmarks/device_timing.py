@@ -23,11 +23,10 @@ class Timer:
         self._cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device=device) if on_gpu else None
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """The median."""
-        return statistics.median(self._runs(work))
+        """The median on a GPU, which nobody else uses; the fastest on a CPU."""
+        return statistics.median(self._runs(work)) if self.device.type == "cuda" else self.fastest(work)
 
     def fastest(self, work: Callable[[], object]) -> float:
-        """What the device can do where others use it too."""
         return min(self._runs(work))
 
     def _runs(self, work: Callable[[], object]) -> list[float]:

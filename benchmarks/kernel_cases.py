@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from gpu.linear import Numerics, make_linear
 from kernels import reference
 from kernels.attention import paged_attention
 from kernels.gumbel import gumbel_argmax
@@ -265,6 +266,17 @@ def _silu_mul(device: torch.device, sizes: Sizes, dtype: torch.dtype, num_tokens
     return Trial(silu_mul, reference.silu_mul, (gate_up,), 3 * _num_bytes(gate_up) // 2)
 
 
+def _linear(device: torch.device, sizes: Sizes, numerics: Numerics, rows: int) -> Trial:
+    x = _random(rows, sizes.hidden, dtype=numerics.activations, device=device)
+    weight = _random(sizes.intermediate, sizes.hidden, dtype=torch.float32, device=device)
+    linear = make_linear(weight, None, numerics)
+    num_bytes = linear.num_bytes + _num_bytes(x) + rows * sizes.intermediate * x.element_size()
+    return Trial(
+        linear, lambda x: F.linear(x, weight), (x,), num_bytes, 2 * rows * sizes.hidden * sizes.intermediate,
+        torch_has=("F.linear, float32 weights", lambda: F.linear(x, weight)),
+    )  # fmt: skip
+
+
 def _w4a16(device: torch.device, sizes: Sizes, dtype: torch.dtype, rows: int, is_symmetric: bool = True) -> Trial:
     out_features, num_groups = sizes.intermediate, sizes.hidden // sizes.group
     x = _random(rows, sizes.hidden, dtype=dtype, device=device)
@@ -433,6 +445,15 @@ def checks(sizes: Sizes, dtype: torch.dtype, float8: bool) -> Iterator[Case]:
             yield from _sampling(sizes, 3, 40, ((50, 0.9),))
         else:
             yield from _sampling(sizes, 9, 40)
+
+
+def cpu_products(sizes: Sizes, batches: list[int]) -> Iterator[Case]:
+    """By the CPU's own kernels for 16-bit weights and for blocks of 8 bits."""
+    for quantization in ("none", "int8"):
+        numerics = Numerics(torch.float16, torch.float32, quantization)
+        for rows in batches:
+            make = lambda device, numerics=numerics, rows=rows: _linear(device, sizes, numerics, rows)  # noqa: E731
+            yield Case("linear", f"{rows} rows, {numerics}", torch.float32, make)
 
 
 def timings(

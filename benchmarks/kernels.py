@@ -5,8 +5,9 @@
     python -m benchmarks.kernels attention gumbel   # of these operations alone
 
 "of bound": the least time by the bandwidth of a large copy and the FLOP/s of a large product, both measured in this process just
-before, over the time taken. A CPU finds small tensors in its caches, hence more than 100 %; a GPU's L2 is emptied before each run.
-Operations that the CPU has no kernel of its own for are torch's own: w4a16, w8a8, moe.
+before, over the time taken. A CPU finds small tensors in its caches and multiplies bytes faster than floats, hence more than 100 %;
+a GPU's L2 is emptied before each run. Times are medians on a GPU, the fastest of several runs on a CPU. On a CPU, w4a16, w8a8 and
+moe are the plain-torch twins: it has no kernels of its own for them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.device_timing import Roofline, Timer, measure_roofline
-from benchmarks.kernel_cases import LLAMA_8B, ODD, SMOLLM2_135M, Case, checks, timings
+from benchmarks.kernel_cases import LLAMA_8B, ODD, SMOLLM2_135M, Case, checks, cpu_products, timings
 from benchmarks.text_table import text_table
 from kernels import cpu_threads
 
@@ -71,7 +72,9 @@ def time_cases(cases: Iterable[Case], timer: Timer, roofline: Roofline) -> Itera
 
 
 def cpu_timings() -> Iterator[Case]:
-    return timings(SMOLLM2_135M, torch.float32, torch.float16, [1, 16, 64], context=256, prompt=128, float8=False)
+    batches, prompt = [1, 16, 64], 128
+    yield from timings(SMOLLM2_135M, torch.float32, torch.float16, batches, context=256, prompt=prompt, float8=False)
+    yield from cpu_products(SMOLLM2_135M, [*batches, prompt])
 
 
 def gpu_timings(float8: bool) -> Iterator[Case]:

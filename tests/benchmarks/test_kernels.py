@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.device_timing import Roofline, Timer, measure_roofline
-from benchmarks.kernel_cases import TINY, Sizes, timings
+from benchmarks.kernel_cases import TINY, Sizes, cpu_products, timings
 from benchmarks.kernels import HEADER, time_cases
 from benchmarks.text_table import text_table
 
@@ -14,6 +14,7 @@ def test_every_case_is_timed_beside_its_bound():
     timer = Timer(CPU, budget=0.0)
     roofline = measure_roofline(timer, 1 << 20, 64, [torch.float32])
     cases = list(timings(TINY, torch.float32, torch.float16, [1, 3], context=40, prompt=20, float8=False))
+    cases += cpu_products(TINY, [1, 3])
     found = list(time_cases(cases, timer, roofline))
     assert len(found) == len(cases)
     assert all(timed.seconds > 0 and timed.bound > 0 for timed in found)
