@@ -61,10 +61,16 @@ class Score:
 
 
 def score(model: str, token_ids: list[int], options: dict[str, Any], window: int = WINDOW, num_threads: int = 1) -> Score:
-    """Of the text under one class, by the engine as it is: its chunks, its cache, its kernels."""
+    """Of the text under one class, by the engine itself: its scheduler, cache and kernels. A window is one step."""
     windows = [token_ids[begin : begin + window] for begin in range(0, len(token_ids), window)]
     blocks = 2 * (window // 16 + 2)
-    engine = {"num_threads": num_threads, "num_gpu_blocks_override": blocks, "max_num_seqs": 1, "max_model_len": window + 1}
+    engine = {
+        "num_threads": num_threads,
+        "num_gpu_blocks_override": blocks,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": window,
+        "max_model_len": window + 1,
+    }
     with LLM(model, device="cpu", enable_prefix_caching=False, **engine, **options) as llm:
         started = time.perf_counter()
         answers = llm.generate([each for each in windows if len(each) > 1], SCORED)
