@@ -13,18 +13,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.counting import Work, count_step
 from benchmarks.overhead import measure_overhead
+from benchmarks.rates import count_bytes, measure_bandwidth, measure_rate
 from gpu.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
 from gpu.distributed import TensorParallelGroup
-from gpu.linear import make_linear
 from gpu.plan import NewRequest, SamplingParams, SchedulerOutput
 from gpu.runner import ModelRunner
 from gpu.weights import open_checkpoint
@@ -34,7 +33,7 @@ BLOCK_SIZE = 16
 CONTEXT = 200
 PROMPT = 128
 MAX_LEN = 512
-CLASSES = ("float32", "float16", "int8", "bfloat16")
+CLASSES = ("float32", "float16", "int8", "gguf", "bfloat16")
 
 
 class Model:
@@ -42,10 +41,10 @@ class Model:
 
     def __init__(self, path: str, name: str, threads: int, most_rows: int) -> None:
         self.name, self.threads = name, threads
-        quantized = name == "int8"
+        quantized = name in ("int8", "gguf")
         self.config = WorkerConfig(
             model=ModelConfig(
-                model=path, dtype="auto" if quantized else name, quantization="int8" if quantized else "none", device="cpu"
+                model=path, dtype="auto" if quantized else name, quantization=name if quantized else "none", device="cpu"
             ),
             cache=CacheConfig(block_size=BLOCK_SIZE),
             parallel=ParallelConfig(num_threads=threads, distributed_executor_backend="uni"),
@@ -90,53 +89,9 @@ class Model:
         self.execute([row], [], NONE, NONE)
         return seconds
 
-
-@dataclass
-class Work:
-    """What a step must do at least."""
-
-    flops: float
-    weight_bytes: float
-
-    def bound(self, flops_a_second: float, bytes_a_second: float) -> float:
-        return max(self.flops / flops_a_second, self.weight_bytes / bytes_a_second)
-
-
-def count_work(model: Model, num_tokens: int, num_sampled: int) -> Work:
-    """Products of weights and of attention; every weight read once."""
-    config = model.runner.model.config
-    shapes = config.tensor_shapes()
-    head = config.vocab_size * config.hidden_size
-    matrices = sum(rows * columns for name, (rows, *rest) in shapes.items() if rest and "embed" not in name for columns in rest)
-    layers = matrices - (0 if config.tie_word_embeddings else head)
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * (CONTEXT if num_tokens == num_sampled else PROMPT / 2)
-    flops = num_tokens * (2 * layers + attention) + num_sampled * 2 * head
-    width = {"float32": 4, "int8": 1}.get(model.name, 2)
-    return Work(flops, (layers + head) * width)
-
-
-def measure_rate(model: Model, num_rows: int) -> float:
-    """FLOP a second of the class's product at this many rows, one thread, weights in the cache."""
-    numerics = model.runner.numerics
-    linear = make_linear(torch.randn(1536, 576).to(numerics.weights), None, numerics)
-    x = torch.randn(num_rows, 576).to(numerics.activations)
-    seconds = best_of(lambda: linear(x), 30)
-    return 2 * num_rows * 1536 * 576 / seconds
-
-
-def measure_bandwidth() -> float:
-    """Bytes a second that one thread reads."""
-    memory = torch.ones(64 << 20)
-    return memory.nbytes / best_of(memory.sum, 5)
-
-
-def best_of(work: Callable[[], object], count: int) -> float:
-    seconds = []
-    for _ in range(count):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    def count(self, num_tokens: int, num_sampled: int) -> Work:
+        context = CONTEXT if num_tokens == num_sampled else PROMPT / 2
+        return count_step(self.runner.model.config, num_tokens, num_sampled, context, count_bytes(self.runner.model))
 
 
 def measure_model(path: str, classes: list[str], threads: list[int], rows: list[int], num_steps: int) -> Table:
@@ -161,8 +116,8 @@ def measure_model(path: str, classes: list[str], threads: list[int], rows: list[
         for model in models:
             if num_rows:
                 model.stop_decodes(num_rows)
-            work = count_work(model, num_rows or PROMPT, num_rows or 1)
-            rate = measure_rate(model, num_rows or PROMPT) * model.threads
+            work = model.count(num_rows or PROMPT, num_rows or 1)
+            rate = measure_rate(model.runner, num_rows or PROMPT) * model.threads
             bound = work.bound(rate, bandwidth)
             median, best = statistics.median(taken[id(model)]), min(taken[id(model)])
             table.add_row(
