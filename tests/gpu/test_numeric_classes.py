@@ -88,13 +88,6 @@ def test_perplexity_of_int8(smollm2_gguf, windows, float32):
     assert perplexity(logprobs) < 1.01 * perplexity(float32)
 
 
-@pytest.mark.soak
-def test_perplexity_of_int8_on_20000_tokens(smollm2_gguf, text):
-    windows = windows_of(text, 20_000)
-    exact = perplexity(score(make_class(smollm2_gguf, dtype="float32"), windows))
-    assert perplexity(score(make_class(smollm2_gguf, **INT8), windows)) < 1.01 * exact
-
-
 @pytest.mark.parametrize("numerics", [FLOAT16, INT8], ids=["float16", "int8"])
 def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_chunks(smollm2_gguf, text, numerics):
     runner = make_class(smollm2_gguf, **numerics)
