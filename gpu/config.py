@@ -58,9 +58,11 @@ class ModelConfig:
 class CacheConfig:
     block_size: int = option(16, "tokens in a KV block")
     gpu_memory_utilization: float = option(
-        0.92, "share of the device's memory for weights and KV (CPU: of the memory available, KV at most 4 GiB)"
+        0.92, "share of the device's memory for weights and KV (CPU: of the memory available, KV of all engines at most 4 GiB)"
     )
-    kv_cache_memory_bytes: int | None = option(None, "KV memory in bytes (suffixes K, M, G), instead of --gpu-memory-utilization")
+    kv_cache_memory_bytes: int | None = option(
+        None, "KV memory of an engine in bytes (suffixes K, M, G), instead of --gpu-memory-utilization"
+    )
     kv_cache_dtype: str = option(
         "auto",
         "type of keys and values; auto: float16 where the CPU computes with float16 or int8 weights, else the activations' type",

@@ -52,7 +52,7 @@ def cli() -> None:
 def serve(config_file: str | None, **values: Any) -> int:
     """Serve MODEL: a safetensors directory, a .gguf file, or `demo` (SmolLM2-135M-Instruct, fetched at the first use).
 
-    Starts an embedded Valkey where no --redis-url is given, the API servers, the engine with its workers, and a Celery worker for
+    Starts an embedded Valkey where no --redis-url is given, the API servers, engines with their workers, and a Celery worker for
     upkeep; starts again what dies; ends them all on Ctrl-C or SIGTERM. Every option is also an environment variable
     (HEADRACE_MAX_MODEL_LEN) and a line of the --config file (max-model-len: 4096).
     """
