@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +63,8 @@ def time_case(case: Case, timer: Timer, roofline: Roofline) -> Timed:
     timed = Timed(case, seconds, trial.num_bytes, trial.flops, bound)
     if trial.torch_has is not None:
         timed.torch_name, work = trial.torch_has
-        timed.torch_seconds = timer.seconds(work)
+        with suppress(RuntimeError):  # of what a graph cannot capture
+            timed.torch_seconds = timer.seconds(work)
     return timed
 
 

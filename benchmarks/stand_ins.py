@@ -7,9 +7,9 @@ nothing of them, and a call raises ModuleNotFoundError. msgspec's structs are re
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import inspect
 import sys
 import types
@@ -18,23 +18,39 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import MagicMock
 
-PACKAGES = ("gguf", "llvmlite", "msgspec", "numba", "psutil", "safetensors")
+PACKAGES = ("gguf", "msgspec", "numba", "psutil", "safetensors")
+PARTNERS = {"numba": "llvmlite"}  # they take one another's objects: one alone is of no use
 
 
 @contextmanager
 def stand_ins() -> Iterator[list[str]]:
-    """While it lasts, the packages that are not installed can be imported; yields their names. Imports go inside, use behind."""
-    absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    """While it lasts, packages that are not installed, or do not import, can be; yields their names. Imports inside, use behind."""
+    absent = [name for name in PACKAGES if not _imports(name)]
+    absent = sorted({*absent, *(PARTNERS[name] for name in absent if name in PARTNERS)})
     finder = _Finder(absent)
-    sys.meta_path.append(finder)
+    sys.meta_path.insert(0, finder)
     _Absent.callable_now = True
     try:
         yield absent
     finally:
         _Absent.callable_now = False
         sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.partition(".")[0] in absent]:
-            del sys.modules[name]  # whoever asks later whether it is there hears the truth
+        for name in absent:
+            _forget(name)  # whoever asks later whether it is there hears the truth
+
+
+def _imports(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except Exception:  # of numba, also for a numpy newer than itself
+        _forget(name)
+        return False
+    return True
+
+
+def _forget(package: str) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]
 
 
 class _Absent(MagicMock):

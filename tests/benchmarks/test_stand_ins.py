@@ -12,6 +12,8 @@ MODULE = """
 import absent_numba
 from absent_numba.core import cgutils
 from absent_numba.extending import intrinsic
+from broken_package import anything
+from partner import ir
 
 absent_numba.config.CACHE_DIR = "x"
 KIND = absent_numba.types.float32(1) | cgutils.voidptr_t[2]
@@ -28,12 +30,14 @@ def plain(x):
 
 @pytest.fixture
 def module(monkeypatch, tmp_path):
-    monkeypatch.setattr(stand_ins, "PACKAGES", ("absent_numba", "json"))
+    monkeypatch.setattr(stand_ins, "PACKAGES", ("absent_numba", "json", "broken_package"))
+    monkeypatch.setattr(stand_ins, "PARTNERS", {"absent_numba": "partner"})
+    (tmp_path / "broken_package.py").write_text("import json\nraise ImportError('needs an older numpy')")
     (tmp_path / "uses_absent.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     with stand_ins.stand_ins() as absent:
         import uses_absent
-    assert absent == ["absent_numba"]
+    assert absent == ["absent_numba", "broken_package", "partner"]
     yield uses_absent
     del sys.modules["uses_absent"]
 
