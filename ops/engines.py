@@ -50,19 +50,17 @@ class Engines:
         environment = role_environment(self._config, SECTIONS, os.environ, more=("served_model_name",))
         names = numbered("engine", self._config.parallel.data_parallel_size)
         slowest = Slowest(names)
-        before, self._children = (
-            self._children,
-            [
-                Child(
-                    Command(name, role("engine"), environment, stop_timeout=STOP_SECONDS),
-                    on_line=self._on_line,
-                    on_progress=partial(self._take_progress, slowest, name),
-                    on_exit=partial(self._bury, name),
-                    on_failure=self._may_be_fewer,
-                )
-                for name in names
-            ],
-        )
+        before = self._children
+        self._children = [
+            Child(
+                Command(name, role("engine"), environment | self._replicas.environment(number), stop_timeout=STOP_SECONDS),
+                on_line=self._on_line,
+                on_progress=partial(self._take_progress, slowest, name),
+                on_exit=partial(self._bury, name),
+                on_failure=self._may_be_fewer,
+            )
+            for number, name in enumerate(names)
+        ]
         for child in self._children:
             child.replicas = [other for other in self._children if other is not child]
         self._supervisor.start(*self._children, instead_of=before)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from gpu.machine import available_cores, compute_threads
-from ops.settings import Resolved
+from ops.errors import CommandError
+from ops.settings import SETTINGS, Resolved
 
 MOST_REPLICAS = 4
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_DEVICES = ("nvidia0", "nvidiactl", "dxg", "kfd")  # without one of them in /dev there is no GPU to ask torch about
 
 
@@ -20,7 +23,8 @@ class Replicas:
         self.reasons: dict[str, str] = {}  # of what was settled here
         self._resolved = resolved
         self._model, self._parallel = resolved.config.model, resolved.config.parallel
-        self._computes_on_cpu = self._model.load_format != "null" and not _on_gpu(self._model.device)
+        self._computes_on_gpu = self._model.load_format != "null" and _on_gpu(self._model.device)
+        self._computes_on_cpu = self._model.load_format != "null" and not self._computes_on_gpu
         self._threads_are_open = self._computes_on_cpu and self._parallel.num_threads == 0
         self.are_chosen = self._parallel.data_parallel_size == 0  # here, and so may be fewer
         if self.are_chosen:
@@ -31,6 +35,18 @@ class Replicas:
         """One engine after all, which has all of the memory."""
         self._settle("data_parallel_size", 1, why)
         self._settle_threads()
+
+    def environment(self, number: int) -> dict[str, str]:
+        """What engine `number` of several has beside the others' variables: GPUs of its own."""
+        if not self._computes_on_gpu or self._parallel.data_parallel_size == 1:
+            return {}
+        ranks = self._parallel.tensor_parallel_size
+        needed = self._parallel.data_parallel_size * ranks
+        visible = os.environ.get(VISIBLE_GPUS, ",".join(map(str, range(needed)))).split(",")
+        if len(visible) < needed:
+            raise CommandError(f"{needed} GPUs are needed, {ranks} for each engine, and {VISIBLE_GPUS} names {len(visible)}")
+        mine = visible[number * ranks : (number + 1) * ranks]
+        return {VISIBLE_GPUS: ",".join(mine), SETTINGS["device"].variable: "cuda"}  # or it would compute on the CPU without them
 
     def _settle_threads(self) -> None:
         if self._threads_are_open:
@@ -47,7 +63,7 @@ class Replicas:
         """(engines, reason)."""
         if self._model.load_format == "null":
             return 1, "nothing is computed"
-        if not self._computes_on_cpu:
+        if self._computes_on_gpu:
             return 1, "one on a GPU"
         if self._parallel.tensor_parallel_size > 1:
             return 1, "its ranks share the cores"

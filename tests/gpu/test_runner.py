@@ -209,6 +209,17 @@ def test_capacity(folder):
     assert other.capacity().fingerprint != capacity.fingerprint == runner.capacity().fingerprint
 
 
+def test_replicas_divide_the_memory_for_kv(folder, monkeypatch):
+    config = make_config(folder)
+    runner = make_runner(config)
+    for available, together in ((1 << 40, 4 << 30), (2 << 30, int(0.92 * (2 << 30)))):
+        monkeypatch.setattr("gpu.profile.available_memory", lambda available=available: available)
+        for replicas in (1, 2, 3):
+            config.parallel.data_parallel_size = replicas
+            share = replicas * runner.capacity().available_kv_bytes
+            assert together - (64 << 20) < share <= together  # less what a step needs
+
+
 @pytest.mark.parametrize(
     ("cores", "replicas", "ranks", "threads"),
     [

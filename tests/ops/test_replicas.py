@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ops.errors import CommandError
 from ops.progress import Slowest
 from ops.replicas import Replicas
 from ops.settings import resolve
@@ -57,6 +58,21 @@ def test_one_engine_after_all_has_its_own_threads(monkeypatch: pytest.MonkeyPatc
     replicas.fall_back("4 could not start")
     assert (resolved.config.parallel.data_parallel_size, resolved.config.parallel.num_threads) == (1, 7)
     assert replicas.reasons["data_parallel_size"] == "4 could not start"
+
+
+def test_engines_on_gpus_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"device": "cuda", "tensor_parallel_size": 2, "data_parallel_size": 2}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    *_, replicas = settle(monkeypatch, 8, **values)
+    assert replicas.environment(1) == {"CUDA_VISIBLE_DEVICES": "2,3", "HEADRACE_DEVICE": "cuda"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert replicas.environment(0)["CUDA_VISIBLE_DEVICES"] == "4,5"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    with pytest.raises(CommandError, match=r"^4 GPUs are needed, 2 for each engine, and CUDA_VISIBLE_DEVICES names 3$"):
+        replicas.environment(0)
+    *_, alone = settle(monkeypatch, 8, device="cuda")
+    *_, on_cpu = settle(monkeypatch, 8, data_parallel_size=2)
+    assert alone.environment(0) == on_cpu.environment(1) == {}
 
 
 def test_progress_is_the_slowest_ones() -> None:
