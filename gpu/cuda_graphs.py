@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import logging
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from gpu.runner import ModelRunner
 
 MOST_ROWS = 512  # captured by default: beyond it products, not launches, take the time
+# Attention of few rows has programs for each part of the longest context that block tables can hold, some 2,000 a row where that is
+# 128 Ki tokens: steps whose contexts are short have graphs, and tables, of their own.
+FEW_ROWS = 32
+SHORT_CONTEXT = 8192  # tokens
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +46,14 @@ def capture_sizes(wanted: list[int], max_num_seqs: int) -> list[int]:
     return sorted({size for size in sizes if size <= (max_num_seqs if wanted else most)})
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What a step is padded to."""
+
+    rows: int
+    table_width: int  # blocks that a request may have
+
+
 class PaddedDecode:
     """The forward pass of steps in which each request has one token."""
 
@@ -51,6 +64,7 @@ class PaddedDecode:
         self.model = model
         self.kv = kv
         self.sizes = sizes
+        self.block_size = kv.layers[0][1].shape[2]
         most, config = sizes[-1], model.config
         self.token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self.positions = torch.zeros(most, dtype=torch.int64, device=device)
@@ -62,22 +76,33 @@ class PaddedDecode:
         self.hidden = torch.empty(most, config.hidden_size, dtype=activations, device=device)
         self.logits = torch.empty(most, config.vocab_size, dtype=torch.float32, device=device)
 
-    def size_of(self, step: Step) -> int | None:
-        """To how many rows the step is padded; None: it is not for here."""
+    def shapes(self) -> list[Shape]:
+        """All there are, those of most rows first."""
+        return [Shape(rows, width) for rows in reversed(self.sizes) for width in reversed(self._widths(rows))]
+
+    def shape_of(self, step: Step) -> Shape | None:
+        """None: the step is not for here."""
         count = len(step.rows)
         if count != int(step.query_start[-1]) or count > self.sizes[-1]:
             return None
-        return self.sizes[bisect.bisect_left(self.sizes, count)]
+        rows = self.sizes[bisect.bisect_left(self.sizes, count)]
+        widths = self._widths(rows)
+        return Shape(rows, widths[bisect.bisect_left(widths, step.attention.block_tables.shape[1])])
 
-    def __call__(self, step: Step, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """size as `size_of` says. (hidden states of the step's tokens, logits of its sampling ones), valid until the next call."""
-        self.fill(step, size)
-        self.run(size)
+    def _widths(self, rows: int) -> list[int]:
+        full = self.block_tables.shape[1]
+        short = SHORT_CONTEXT // self.block_size
+        return [short, full] if rows <= FEW_ROWS and short < full else [full]
+
+    def __call__(self, step: Step, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+        """shape as `shape_of` says. (hidden states of the tokens, logits of the sampling ones), valid until the next call."""
+        self.fill(step, shape)
+        self.run(shape)
         count = len(step.rows)
         logits = self.logits[:count]
         return self.hidden[:count], logits if len(step.sampled) == count else logits[torch.from_numpy(step.sampled)]
 
-    def fill(self, step: Step, size: int) -> None:
+    def fill(self, step: Step, shape: Shape) -> None:
         """The step's input, then what pads it."""
         count, attention = len(step.rows), step.attention
         for static, values, padding in (
@@ -87,50 +112,51 @@ class PaddedDecode:
             (self.context_lens, attention.context_lens, 0),
         ):
             static[:count] = values
-            static[count:size] = padding
+            static[count : shape.rows] = padding
         self.block_tables[:count, : attention.block_tables.shape[1]] = attention.block_tables[attention.rows]
 
-    def run(self, size: int) -> None:
-        """Fills `hidden` and `logits` of the first `size` rows."""
-        self.compute(size)
+    def run(self, shape: Shape) -> None:
+        """Fills `hidden` and `logits` of the shape's rows."""
+        self.compute(shape)
 
-    def compute(self, size: int) -> None:
+    def compute(self, shape: Shape) -> None:
+        rows = shape.rows
         attention = AttentionMetadata(
-            block_tables=self.block_tables[:size],
-            rows=self.rows[:size],
-            query_start=self.query_start[: size + 1],
-            context_lens=self.context_lens[:size],
-            slots=self.slots[:size],
+            block_tables=self.block_tables[:rows, : shape.table_width],
+            rows=self.rows[:rows],
+            query_start=self.query_start[: rows + 1],
+            context_lens=self.context_lens[:rows],
+            slots=self.slots[:rows],
         )
-        hidden = self.model.forward(self.token_ids[:size], self.positions[:size], self.kv, attention)
-        self.hidden[:size] = hidden
-        self.logits[:size] = self.model.logits(hidden)
+        hidden = self.model.forward(self.token_ids[:rows], self.positions[:rows], self.kv, attention)
+        self.hidden[:rows] = hidden
+        self.logits[:rows] = self.model.logits(hidden)
 
 
 class CudaGraphs(PaddedDecode):
-    """Each size captured once, at the start. Graphs share the memory of what they compute in between: one runs at a time."""
+    """Each shape captured once, at the start. Graphs share the memory of what they compute in between: one runs at a time."""
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Of padding alone, which launches what a full step launches."""
         started = time.perf_counter()
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         stream, pool = torch.cuda.Stream(self.hidden.device), torch.cuda.graph_pool_handle()
-        for size in reversed(self.sizes):  # the largest first: what it took serves the others
+        for shape in self.shapes():  # the largest first: what it took serves the others
             stream.wait_stream(torch.cuda.current_stream(self.hidden.device))
             with torch.cuda.stream(stream):
-                self.compute(size)  # compiles kernels and makes cuBLAS's workspace, neither of which can be captured
+                self.compute(shape)  # compiles kernels and makes cuBLAS's workspace, neither of which can be captured
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self.compute(size)
-            self.graphs[size] = graph
+                self.compute(shape)
+            self.graphs[shape] = graph
         torch.cuda.synchronize(self.hidden.device)
         seconds = time.perf_counter() - started
-        logger.info("captured CUDA graphs of %d sizes up to %d requests in %.1f s", len(self.sizes), self.sizes[-1], seconds)
+        logger.info("captured %d CUDA graphs of up to %d requests in %.1f s", len(self.graphs), self.sizes[-1], seconds)
 
-    def run(self, size: int) -> None:
-        self.graphs[size].replay()
+    def run(self, shape: Shape) -> None:
+        self.graphs[shape].replay()
 
 
 def make_graphs(runner: ModelRunner) -> CudaGraphs | None:

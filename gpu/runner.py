@@ -107,8 +107,8 @@ class ModelRunner:
 
     def _compute_step(self, step: Step, shares_kv: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(hidden states of the tokens, logits of the sampling ones), by parts in the order of tokens."""
-        if self.decode is not None and (size := self.decode.size_of(step)) is not None:
-            return [self.decode(step, size)]
+        if self.decode is not None and (shape := self.decode.shape_of(step)) is not None:
+            return [self.decode(step, shape)]
         return self.team.map(lambda part: self._compute(step, part), split(step, self.team.size, shares_kv))
 
     def _compute(self, step: Step, part: Part) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,13 +1,15 @@
 """Padded decodes: to what size, without disturbing other rows or touching their KV; and replayed from CUDA graphs on a GPU."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from gpu import cuda_graphs
 from gpu.batch import Batch
-from gpu.cuda_graphs import CudaGraphs, PaddedDecode, capture_sizes, make_graphs
+from gpu.cuda_graphs import CudaGraphs, PaddedDecode, Shape, capture_sizes, make_graphs
 from gpu.distributed import TensorParallelGroup
 from gpu.kv_cache import KVCache
 from gpu.linear import Numerics
@@ -77,7 +79,7 @@ def test_wanted_sizes():
 def test_which_steps_are_padded_and_to_what(folder):
     runner = pad(make_runner(make_config(folder)), [2, 4])
     driver, sizes = start(runner), []
-    runner.decode.run = lambda size: sizes.append(size) or runner.decode.compute(size)
+    runner.decode.run = lambda shape: sizes.append(shape.rows) or runner.decode.compute(shape)
     for rows, expected in (((1,), 2), ((1, 9), 2), ((7, 3, 1), 4), ((1, 3, 5, 7), 4), ((1, 3, 5, 7, 9), None)):
         sizes.clear()
         driver.run(dict.fromkeys(rows, 1))
@@ -147,7 +149,7 @@ def test_a_captured_step_reads_no_tensor_and_launches_the_same_whatever_it_holds
     plan = SchedulerOutput(0, [], new, none, none, np.arange(3, dtype=np.int32), np.ones(3, np.int32), 3)
     batch.apply(plan)
     step = batch.make_step(plan)
-    assert step.token_ids.device == meta and decode.size_of(step) == 4
+    assert step.token_ids.device == meta and decode.shape_of(step) == Shape(4, 128)
 
     def record(work):
         launches = []
@@ -155,11 +157,50 @@ def test_a_captured_step_reads_no_tensor_and_launches_the_same_whatever_it_holds
             work()
         return launches
 
-    launches = record(lambda: decode.compute(4))
-    assert record(lambda: decode(step, 4)) == launches
+    launches = record(lambda: decode.compute(Shape(4, 128)))
+    assert record(lambda: decode(step, Shape(4, 128))) == launches
     names = [name for name, _ in launches]
     assert {"_rope_kv_write_kernel", "_attend_decode_kernel", "_fold_segments_kernel", "_silu_mul_kernel"} <= set(names)
     assert len(names) == 3 * 6 + 1  # a layer's two norms, rotation, two of attention, gate; the last norm
+
+
+def test_steps_of_few_rows_and_short_contexts_have_graphs_of_their_own(folder, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "SHORT_CONTEXT", 64)
+    monkeypatch.setattr(cuda_graphs, "FEW_ROWS", 2)
+    runner = pad(make_runner(make_config(folder, "float16")), [1, 4])
+    decode, full = runner.decode, runner.batch.block_tables.shape[1]
+    assert decode.shapes() == [Shape(4, full), Shape(1, full), Shape(1, 4)]
+    expected, driver = start(make_runner(make_config(folder, "float16")), (63, 5)), start(runner, (63, 5))
+    whole, shapes = runner.batch.make_step, []
+
+    def as_on_a_gpu(plan):  # which is sent only as much of the tables as the step reads
+        step = whole(plan)
+        width = -(-int(step.attention.context_lens.max()) // 16)
+        step.attention.block_tables = step.attention.block_tables[:, :width]
+        return step
+
+    monkeypatch.setattr(runner.batch, "make_step", as_on_a_gpu)
+    decode.run = lambda shape: shapes.append(shape) or PaddedDecode.run(decode, shape)
+    for rows in ((1,), (1,), (3,), (1, 3)):
+        assert driver.run(dict.fromkeys(rows, 1)).token_ids.tolist() == expected.run(dict.fromkeys(rows, 1)).token_ids.tolist()
+    assert shapes == [Shape(1, 4), Shape(1, full), Shape(1, 4), Shape(4, full)]
+
+
+def test_capture_warms_up_before_it_and_begins_with_the_largest(folder, monkeypatch):
+    runner = make_runner(make_config(folder))
+    width = runner.batch.block_tables.shape[1]
+    decode = CudaGraphs(runner.model, runner.kv, [1, 4], width, torch.float32, runner.device)
+    done = []
+    monkeypatch.setattr(decode, "compute", lambda shape: done.append(shape.rows))
+    capture = mock.create_autospec(torch.cuda.graph, side_effect=lambda graph, **how: done.append("capture") or nullcontext())
+    names = ("Stream", "stream", "current_stream", "graph_pool_handle", "synchronize")
+    made = mock.Mock(side_effect=lambda: mock.Mock(spec=["replay"]))
+    with mock.patch.multiple(torch.cuda, graph=capture, CUDAGraph=made, **{name: mock.MagicMock() for name in names}):
+        decode.capture()
+    assert done == [4, "capture", 4, 1, "capture", 1]
+    assert len({how.kwargs["pool"] for how in capture.call_args_list}) == 1
+    decode.run(Shape(1, width))
+    assert [decode.graphs[Shape(rows, width)].replay.call_count for rows in (1, 4)] == [1, 0]
 
 
 def test_a_cpu_captures_nothing(folder):

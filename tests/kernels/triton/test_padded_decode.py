@@ -58,7 +58,7 @@ def test_padding_disturbs_nobody(device, monkeypatch, split_below):
     for contexts in ([40, 3, 33], [17]):
         step = make_step(contexts, device)
         before = [torch.stack((keys.transpose(2, 3), values)) for keys, values in kv.layers]
-        hidden, logits = (x.clone() for x in decode(step, decode.size_of(step)))
+        hidden, logits = (x.clone() for x in decode(step, decode.shape_of(step)))
         for old, (keys, values) in zip(before, kv.layers, strict=True):
             changed = (torch.stack((keys.transpose(2, 3), values)) != old).any(-1).any(2).any(0)  # [num_blocks, block_size]
             assert sorted(changed.flatten().nonzero()[:, 0].tolist()) == sorted(step.attention.slots.tolist())
