@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kernels.attention import paged_attention
@@ -47,6 +49,11 @@ class AttentionMetadata:
     slots: torch.Tensor  # [num_tokens] int64, where each token's KV goes
     pace: Pace | None = None  # this part's, where a step is computed in parts that may read one another's KV
     ahead: Pace | None = None  # that of the part before
+
+    @functools.cached_property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """block_tables, rows, query_start and context_lens on the CPU, as numpy's."""
+        return tuple(x.numpy() for x in (self.block_tables, self.rows, self.query_start, self.context_lens))
 
     def wrote_layer(self) -> None:
         """This part's KV of one layer more stands in the cache; returns when that of the parts before does too."""

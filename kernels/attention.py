@@ -46,28 +46,38 @@ def paged_attention(
         return device.accelerated("attention", "paged_attention")(
             query, key_cache, value_cache, block_tables, rows, query_start, context_lens, scale, window, soft_cap
         )
+    tables = tuple(x.numpy() for x in (block_tables, rows, query_start, context_lens))
+    out = attend_arrays(
+        query.to(torch.float32).numpy(), elements(key_cache), elements(value_cache), tables, scale, window, soft_cap
+    )
+    return torch.from_numpy(out).to(query.dtype)
+
+
+def attend_arrays(
+    query: np.ndarray,
+    key_cache: np.ndarray,
+    value_cache: np.ndarray,
+    tables: tuple[np.ndarray, ...],
+    scale: float,
+    window: int,
+    soft_cap: float = 0.0,
+) -> np.ndarray:
+    """`paged_attention` on the CPU. query float32, caches by `elements`, tables: block_tables, rows, query_start, context_lens."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[1]
-    out = torch.empty(num_tokens, num_heads, head_dim, dtype=torch.float32)
+    out = np.empty((num_tokens, num_heads, head_dim), np.float32)
     attend = make_attend(head_dim, key_cache.shape[3])
     tile_tokens = max(1, TILE_FLOATS // (num_heads // num_kv_heads * head_dim))
-    arrays = (
-        out.numpy(),
-        query.to(torch.float32).numpy(),
-        _elements(key_cache),
-        _elements(value_cache),
-        block_tables.numpy(),
-        rows.numpy(),
-        query_start.numpy(),
-        context_lens.numpy(),
-        make_tiles(query_start.numpy(), tile_tokens),
-    )
+    tiles = make_tiles(tables[2], tile_tokens)
     scales = (np.float32(scale), np.float32(soft_cap))
-    for_ranges(lambda begin, end: attend(*arrays, tile_tokens, *scales, window, begin, end), len(arrays[-1]))
-    return out.to(query.dtype)
+    for_ranges(
+        lambda begin, end: attend(out, query, key_cache, value_cache, *tables, tiles, tile_tokens, *scales, window, begin, end),
+        len(tiles),
+    )
+    return out
 
 
-def _elements(cache: torch.Tensor) -> np.ndarray:
+def elements(cache: torch.Tensor) -> np.ndarray:
     """As `cpu_math.widen` knows them."""
     bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(cache.dtype, cache.dtype)
     return cache.view(bits).numpy()

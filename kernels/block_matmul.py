@@ -7,7 +7,6 @@ processor, whatever instruction multiplies bytes.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from kernels.blocks import Blocks
 from kernels.cpu_dot import BYTES, WORDS, dot_bytes
 from kernels.cpu_ir import FLOAT, INT32, LANES, at, int64, integers, load_as, load_wide, multiply_add, pointers, splat, store
 from kernels.cpu_math import widen
-from kernels.cpu_rows import BLOCK_PANEL, BLOCK_ROWS, copy_tile, num_panels, tile_rows
+from kernels.cpu_rows import BLOCK_PANEL, BLOCK_ROWS, WIDE, copy_tile, num_panels, tile_rows
 from kernels.cpu_threads import for_ranges
 
 PANEL = BLOCK_PANEL
@@ -87,9 +86,11 @@ def block_matmul(x: torch.Tensor, packed: PackedBlocks, out_features: int) -> to
     if len(rows):
         codes = np.empty(rows.size // GROUP, np.int32)
         sums = np.empty(2 * rows.size // packed.block_size, np.float32)
-        _quantize_rows(codes, sums, rows, packed.block_size)
-        multiply = make_multiply(packed.bits, packed.block_size)
-        for_ranges(lambda begin, end: multiply(out, codes, sums, packed.codes, packed.scales, begin, end), len(packed.codes))
+        quantize_rows(codes, sums, rows, packed.block_size)
+        size, bits = packed.block_size, packed.bits
+        for_ranges(
+            lambda begin, end: multiply(out, codes, sums, packed.codes, packed.scales, bits, size, begin, end), len(packed.codes)
+        )
     return torch.from_numpy(out)
 
 
@@ -100,61 +101,48 @@ def block_rows(packed: PackedBlocks, indices: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-def _make_tile(num_rows: int, bits: int, block_size: int) -> Callable[..., Any]:
-    """tile(out, place, stride, x, sums, row, codes, scales, panel): a panel's product of the `num_rows` rows that begin at `row`,
-    which `_quantize_rows` packed, goes to out[place + r * stride + c]. `out`, `x` and `sums` are flat."""
-    groups = block_size // GROUP
-    chunks = groups // 2 if bits == 4 else groups
-    block_bytes = VECTORS * chunks * BYTES.count
+def _make_tile(num_rows: int) -> Callable[..., Any]:
+    """tile(out, place, stride, x, sums, row, codes, scales, panel, bits, block_size): a panel's product of the `num_rows` rows that
+    begin at `row`, which `quantize_rows` packed, goes to out[place + r * stride + c]. `out`, `x`, `sums` are flat; `bits` and
+    `block_size` are constants."""
 
-    def groups_of_chunk(builder, codes_data, vector, chunk):
-        """(group, its codes as bytes) of one load."""
-        raw = load_as(builder, at(builder, codes_data, (vector * chunks + chunk) * BYTES.count), BYTES, 1)
-        if bits == 8:
-            return [(chunk, raw)]
-        low = ir.Constant(BYTES, [15] * BYTES.count)
-        high = builder.lshr(builder.bitcast(raw, WORDS), ir.Constant(WORDS, [4] * LANES))
-        return [(chunk, builder.and_(raw, low)), (chunk + chunks, builder.and_(builder.bitcast(high, BYTES), low))]
-
-    @intrinsic
-    def tile(typing_context, out, place, stride, x, sums, row, codes, scales, panel, num_blocks):
+    @intrinsic(prefer_literal=True)
+    def tile(typing_context, out, place, stride, x, sums, row, codes, scales, panel, num_blocks, bits, block_size):
         def generate(context, builder, signature, arguments):
             out_data, x_data, sum_data, code_data, scale_data = pointers(context, builder, signature, arguments, (0, 3, 4, 6, 7))
             start, step, first, panel_index, count = integers(context, builder, signature, arguments, (1, 2, 5, 8, 9))
+            kind = _BlockKind(bits.literal_value, block_size.literal_value)
             floats = ir.VectorType(FLOAT, LANES)
             totals = [
                 [cgutils.alloca_once_value(builder, ir.Constant(floats, None)) for _ in range(VECTORS)] for _ in range(num_rows)
             ]
-            before_panel, before_row = builder.mul(panel_index, count), builder.mul(first, count)
-            x_tile = at(builder, x_data, builder.mul(before_row, int64(groups)))
-            sum_tile = at(builder, sum_data, builder.mul(before_row, int64(2)))
+            x_tile = at(builder, x_data, builder.mul(builder.mul(first, count), int64(kind.groups)))
+            sum_tile = at(builder, sum_data, builder.mul(builder.mul(first, count), int64(2)))
+            before_panel = builder.mul(panel_index, count)
             with cgutils.for_range(builder, count) as loop:
                 block = builder.add(before_panel, loop.index)
-                block_codes = at(builder, code_data, builder.mul(block, int64(block_bytes)))
+                block_codes = at(builder, code_data, builder.mul(block, int64(kind.num_bytes)))
                 block_scales = at(builder, scale_data, builder.mul(block, int64(2 * PANEL)))
-                block_x = at(builder, x_tile, builder.mul(loop.index, int64(groups * num_rows)))
+                block_x = at(builder, x_tile, builder.mul(loop.index, int64(kind.groups * num_rows)))
                 block_sums = at(builder, sum_tile, builder.mul(loop.index, int64(2 * num_rows)))
                 products = [[ir.Constant(WORDS, None) for _ in range(VECTORS)] for _ in range(num_rows)]
-                for chunk in range(chunks):
-                    loaded = [groups_of_chunk(builder, block_codes, vector, chunk) for vector in range(VECTORS)]
-                    for part in range(len(loaded[0])):
-                        group = loaded[0][part][0]
-                        for r in range(num_rows):
-                            word = load_as(builder, at(builder, block_x, group * num_rows + r), INT32, 4)
-                            signed = splat(builder, word, WORDS)
-                            for vector in range(VECTORS):
-                                unsigned = loaded[vector][part][1]
-                                products[r][vector] = dot_bytes(builder, products[r][vector], unsigned, signed, bits)
+                for group, codes_of_group in kind.load(builder, block_codes):
+                    for r in range(num_rows):
+                        word = load_as(builder, at(builder, block_x, group * num_rows + r), INT32, 4)
+                        signed = splat(builder, word, WORDS)
+                        for vector in range(VECTORS):
+                            products[r][vector] = dot_bytes(builder, products[r][vector], codes_of_group[vector], signed, kind.bits)
+                stored = signature.args[7].dtype
                 scale, minimum = (
                     [
-                        load_wide(builder, block_scales, int64(kind * PANEL + vector * LANES), LANES, signature.args[7].dtype)
+                        load_wide(builder, block_scales, int64(part * PANEL + vector * LANES), LANES, stored)
                         for vector in range(VECTORS)
                     ]
-                    for kind in (0, 1)
+                    for part in (0, 1)
                 )
                 for r in range(num_rows):
                     x_scale, x_sum = (
-                        splat(builder, builder.load(at(builder, block_sums, kind * num_rows + r)), floats) for kind in (0, 1)
+                        splat(builder, builder.load(at(builder, block_sums, part * num_rows + r)), floats) for part in (0, 1)
                     )
                     for vector in range(VECTORS):
                         exact = builder.sitofp(products[r][vector], floats)
@@ -167,53 +155,116 @@ def _make_tile(num_rows: int, bits: int, block_size: int) -> Callable[..., Any]:
                     store(builder, out_data, builder.add(line, int64(vector * LANES)), builder.load(totals[r][vector]))
             return context.get_dummy_value()
 
-        return types.none(out, place, stride, x, sums, row, codes, scales, panel, num_blocks), generate
+        return types.none(out, place, stride, x, sums, row, codes, scales, panel, num_blocks, bits, block_size), generate
 
     return tile
 
 
-@functools.cache
-def make_multiply(bits: int, block_size: int) -> Callable[..., None]:
-    """multiply(out, x, sums, codes, scales, begin, end): panels begin..end-1 of the product, compiled for one kind of block."""
-    tile1, tile2, tile3, tile4, tile5, tile6 = (_make_tile(rows, bits, block_size) for rows in range(1, 7))
-    wide = BLOCK_ROWS == 6
+@dataclass(frozen=True)
+class _BlockKind:
+    """How the codes of a panel's block lie in memory, vector of columns by vector of columns."""
 
-    @numba.njit(cache=True, nogil=True)
-    def multiply(out, x, sums, codes, scales, begin, end):
-        rows, columns = out.shape
-        blocks = codes.shape[1]
-        flat = out.reshape(-1)
-        scratch = np.empty((BLOCK_ROWS, PANEL), np.float32)
-        for panel in range(begin, end):
-            column = panel * PANEL
-            whole = column + PANEL <= columns
-            target = flat if whole else scratch.reshape(-1)
-            stride = columns if whole else PANEL
-            row = 0
-            while row < rows:
-                count = tile_rows(row, rows, BLOCK_ROWS)
-                place = row * columns + column if whole else 0
-                if wide and count == 6:
-                    tile6(target, place, stride, x, sums, row, codes, scales, panel, blocks)
-                elif wide and count == 5:
-                    tile5(target, place, stride, x, sums, row, codes, scales, panel, blocks)
-                elif wide and count == 4:
-                    tile4(target, place, stride, x, sums, row, codes, scales, panel, blocks)
-                elif count == 3:
-                    tile3(target, place, stride, x, sums, row, codes, scales, panel, blocks)
-                elif count == 2:
-                    tile2(target, place, stride, x, sums, row, codes, scales, panel, blocks)
-                else:
-                    tile1(target, place, stride, x, sums, row, codes, scales, panel, blocks)
-                if not whole:
-                    copy_tile(out, row, column, scratch, count)
-                row += count
+    bits: int
+    block_size: int
 
-    return multiply
+    @property
+    def groups(self) -> int:
+        return self.block_size // GROUP
+
+    @property
+    def chunks(self) -> int:
+        """Loads that bring the codes of LANES columns."""
+        return self.groups * self.bits // 8
+
+    @property
+    def num_bytes(self) -> int:
+        return VECTORS * self.chunks * BYTES.count
+
+    def load(self, builder, block):
+        """Yields (group, its codes as bytes, a vector of LANES columns each)."""
+        for chunk in range(self.chunks):
+            raw = [
+                load_as(builder, at(builder, block, (vector * self.chunks + chunk) * BYTES.count), BYTES, 1)
+                for vector in range(VECTORS)
+            ]
+            if self.bits == 8:
+                yield chunk, raw
+                continue
+            low, shift = ir.Constant(BYTES, [15] * BYTES.count), ir.Constant(WORDS, [4] * LANES)
+            yield chunk, [builder.and_(each, low) for each in raw]
+            high = [builder.bitcast(builder.lshr(builder.bitcast(each, WORDS), shift), BYTES) for each in raw]
+            yield chunk + self.chunks, [builder.and_(each, low) for each in high]
+
+
+_tile1, _tile2, _tile3, _tile4, _tile5, _tile6 = (_make_tile(rows) for rows in range(1, 7))
+
+
+@numba.njit(cache=True, nogil=True)
+def _tile(rows, out, place, stride, x, sums, row, codes, scales, panel, bits, block_size):
+    blocks = codes.shape[1]
+    if bits == 4:
+        if WIDE and rows == 6:
+            _tile6(out, place, stride, x, sums, row, codes, scales, panel, blocks, 4, 32)
+        elif WIDE and rows == 5:
+            _tile5(out, place, stride, x, sums, row, codes, scales, panel, blocks, 4, 32)
+        elif WIDE and rows == 4:
+            _tile4(out, place, stride, x, sums, row, codes, scales, panel, blocks, 4, 32)
+        elif rows == 3:
+            _tile3(out, place, stride, x, sums, row, codes, scales, panel, blocks, 4, 32)
+        elif rows == 2:
+            _tile2(out, place, stride, x, sums, row, codes, scales, panel, blocks, 4, 32)
+        else:
+            _tile1(out, place, stride, x, sums, row, codes, scales, panel, blocks, 4, 32)
+    elif block_size == 32:
+        if WIDE and rows == 6:
+            _tile6(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 32)
+        elif WIDE and rows == 5:
+            _tile5(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 32)
+        elif WIDE and rows == 4:
+            _tile4(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 32)
+        elif rows == 3:
+            _tile3(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 32)
+        elif rows == 2:
+            _tile2(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 32)
+        else:
+            _tile1(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 32)
+    else:
+        if WIDE and rows == 6:
+            _tile6(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 16)
+        elif WIDE and rows == 5:
+            _tile5(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 16)
+        elif WIDE and rows == 4:
+            _tile4(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 16)
+        elif rows == 3:
+            _tile3(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 16)
+        elif rows == 2:
+            _tile2(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 16)
+        else:
+            _tile1(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 16)
+
+
+@numba.njit(cache=True, nogil=True)
+def multiply(out, x, sums, codes, scales, bits, block_size, begin, end):
+    """Panels begin..end-1 of the product; x and sums as `quantize_rows` packs them."""
+    rows, columns = out.shape
+    flat = out.reshape(-1)
+    scratch = np.empty((BLOCK_ROWS, PANEL), np.float32)
+    flat_scratch = scratch.reshape(-1)
+    for panel in range(begin, end):
+        column = panel * PANEL
+        row = 0
+        while row < rows:
+            count = tile_rows(row, rows, BLOCK_ROWS)
+            if column + PANEL <= columns:
+                _tile(count, flat, row * columns + column, columns, x, sums, row, codes, scales, panel, bits, block_size)
+            else:
+                _tile(count, flat_scratch, 0, PANEL, x, sums, row, codes, scales, panel, bits, block_size)
+                copy_tile(out, row, column, scratch, count)
+            row += count
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _quantize_rows(packed, sums, x, block_size):
+def quantize_rows(packed, sums, x, block_size):
     """x [rows, columns] rounded to -127..127 by blocks. Tile by tile: packed, words of four codes, [blocks, groups, rows]; sums,
     [blocks, 2, rows]: the block's scale, and the sum of what its codes stand for."""
     rows, columns = x.shape

@@ -32,6 +32,10 @@ def set_num_threads(count: int) -> None:
         _threads.most, _threads.pool = count, ThreadPoolExecutor(count - 1, "kernel")
 
 
+def num_threads() -> int:
+    return _threads.count
+
+
 def for_ranges(work: Callable[[int, int], None], num_items: int) -> None:
     """Calls `work(begin, end)` on ranges that together cover 0..num_items-1; returns when all are done."""
     pool = _threads.pool

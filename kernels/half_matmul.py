@@ -39,8 +39,8 @@ def half_matmul(x: torch.Tensor, packed: np.ndarray, out_features: int) -> torch
     out = np.empty((len(rows), out_features), np.float32)
     if len(rows):
         packed_rows = np.empty(rows.size, np.float32)
-        _pack_rows(packed_rows, rows)
-        for_ranges(lambda begin, end: _multiply(out, packed_rows, packed, begin, end), len(packed))
+        pack_rows(packed_rows, rows)
+        for_ranges(lambda begin, end: multiply(out, packed_rows, packed, begin, end), len(packed))
     return torch.from_numpy(out)
 
 
@@ -108,8 +108,8 @@ def _tile(rows, out, place, stride, x, first, weights, panel):
 
 
 @numba.njit(cache=True, nogil=True)
-def _multiply(out, x, weights, begin, end):
-    """Panels begin..end-1 of the product; x is packed by `_pack_rows`."""
+def multiply(out, x, weights, begin, end):
+    """Panels begin..end-1 of the product; x is packed by `pack_rows`."""
     rows, columns = out.shape
     in_features = weights.shape[1]
     flat = out.reshape(-1)
@@ -129,7 +129,7 @@ def _multiply(out, x, weights, begin, end):
 
 
 @numba.njit(cache=True, nogil=True)
-def _pack_rows(packed, x):
+def pack_rows(packed, x):
     """Tile by tile, input column by input column, the tile's rows beside each other."""
     rows, in_features = x.shape
     row = 0

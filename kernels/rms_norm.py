@@ -32,7 +32,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     if x.dtype != torch.float32:
         return reference.add_rms_norm(x, residual, weight, epsilon)
     out = torch.empty_like(x)
-    _add_normalize(out.numpy(), x.numpy(), residual.numpy(), weight.numpy(), np.float32(epsilon))
+    add_normalize(out.numpy(), x.numpy(), residual.numpy(), weight.numpy(), np.float32(epsilon))
     return out
 
 
@@ -50,7 +50,8 @@ def _normalize(out, x, weight, epsilon):
 
 
 @numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
-def _add_normalize(out, x, residual, weight, epsilon):
+def add_normalize(out, x, residual, weight, epsilon):
+    """`add_rms_norm` of float32 arrays, the norm into `out`."""
     hidden = x.shape[1]
     for row in range(x.shape[0]):
         squares = np.float32(0.0)

@@ -36,7 +36,7 @@ def rope_kv_write(
         reference.rope_kv_write(*arguments)
         return
     bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(key_cache.dtype, key_cache.dtype)
-    _turn_and_write(
+    turn_and_write(
         heads.numpy(),
         num_kv_heads,
         positions.numpy(),
@@ -48,7 +48,8 @@ def rope_kv_write(
 
 
 @numba.njit(cache=True, nogil=True)
-def _turn_and_write(heads, num_kv_heads, positions, cos_sin, key_cache, value_cache, slots):
+def turn_and_write(heads, num_kv_heads, positions, cos_sin, key_cache, value_cache, slots):
+    """`rope_kv_write` of float32 heads; caches as `cpu_math.widen` knows them."""
     num_tokens, total_heads, head_dim = heads.shape
     block_size = key_cache.shape[3]
     half = head_dim // 2

@@ -17,12 +17,13 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if gate_up.dtype != torch.float32:
         return reference.silu_mul(gate_up)
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    _gate(out.numpy(), gate_up.numpy())
+    gate(out.numpy(), gate_up.numpy())
     return out
 
 
 @numba.njit(cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
-def _gate(out, gate_up):
+def gate(out, gate_up):
+    """out [tokens, intermediate] of gate_up, both float32."""
     intermediate = out.shape[1]
     for token in range(out.shape[0]):
         gates = gate_up[token, :intermediate]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from gpu.attention import AttentionMetadata, PagedAttention
+from gpu.compiled_layer import CompiledLayer
 from gpu.errors import CheckpointError
 from gpu.kv_cache import KVCache
 from gpu.layers import RMSNorm
@@ -32,6 +33,7 @@ class CausalLM:
             "model.embed_tokens.weight", None if config.tie_word_embeddings else "lm_head.weight"
         )
         self.layers = [DecoderLayer(reader, index) for index in range(config.num_layers)]
+        self.steps = [CompiledLayer(layer) if CompiledLayer.fits(layer) else layer for layer in self.layers]
         self.norm = RMSNorm(reader.vector("model.norm.weight"), config.rms_norm_eps)
         self.weight_bytes = reader.num_bytes
 
@@ -40,7 +42,7 @@ class CausalLM:
         cos_sin = self.rotary.cos_sin
         residual = self.embedding(token_ids)
         hidden = torch.zeros_like(residual)
-        for layer, cache in zip(self.layers, kv.layers, strict=True):
+        for layer, cache in zip(self.steps, kv.layers, strict=True):
             hidden = layer(hidden, residual, positions, cos_sin, cache, step)
         return self.norm.add(hidden, residual)
 
@@ -105,6 +107,7 @@ class MLP:
     def __init__(self, reader: ShardReader, prefix: str) -> None:
         self.gate_up = reader.column_parallel(prefix + "gate_proj", prefix + "up_proj")
         self.down = reader.row_parallel(prefix + "down_proj")
+        self.intermediate_size = reader.config.intermediate_size // reader.group.size
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down(silu_mul(self.gate_up(hidden)))

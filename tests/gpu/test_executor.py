@@ -64,7 +64,7 @@ def _config(backend: str, num_ranks: int, **model: Any) -> WorkerConfig:
     return WorkerConfig(
         ModelConfig(**{"load_format": "null", "device": "cpu", **model}),
         CacheConfig(),
-        ParallelConfig(num_ranks, backend, num_threads=1),
+        ParallelConfig(num_ranks, distributed_executor_backend=backend, num_threads=1),
         max_num_seqs=8,
         max_num_batched_tokens=64,
     )

@@ -17,7 +17,7 @@ from gguf.constants import GGMLQuantizationType
 
 from gpu.gguf import GGUFFile
 from gpu.gguf_architecture import end_token_ids, gguf_name, hf_config
-from gpu.quantization import SUPPORTED_TYPES, dequantize
+from gpu.quantization import SUPPORTED_TYPES, dequantize, split_blocks
 from gpu.tokenizer_files import load_tokenizer_files
 from gpu.weights import CheckpointError, open_checkpoint
 from tests.gpu.gguf_files import HEAD_DIM, KV_HEADS, hf_tensors, write_gguf
@@ -35,6 +35,17 @@ def golden(type_name: str) -> tuple[np.ndarray, np.ndarray]:
 def test_blocks_have_ggmls_values(type_name: str) -> None:
     blocks, values = golden(type_name)
     assert np.array_equal(dequantize(blocks, GGMLQuantizationType[type_name])[0], values)
+
+
+@pytest.mark.parametrize("type_name", GOLDEN)
+def test_blocks_taken_apart_have_them_too(type_name: str) -> None:
+    blocks, values = golden(type_name)
+    taken_apart = split_blocks(blocks, GGMLQuantizationType[type_name])
+    if taken_apart is None:
+        assert type_name in ("F32", "F16", "BF16")
+    else:
+        assert np.array_equal(taken_apart.values()[0], values)
+        assert taken_apart.codes.max() < 1 << taken_apart.bits
 
 
 def test_golden_values_cover_every_supported_type() -> None:

@@ -1,5 +1,5 @@
-"""SmolLM2 in 16 and 8 bits on the CPU: near transformers on the same rounded weights, near float32 in perplexity, and the same bits
-of a row alone, in a batch and in chunks."""
+"""SmolLM2 in 16, 8 and 4 bits on the CPU: near transformers on the same rounded weights, near float32 in perplexity, and the same
+bits of a row alone, in a batch and in chunks."""
 
 import pydoc_data.topics
 
@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from gpu.compiled_layer import CompiledLayer
 from gpu.plan import SamplingParams
 from tests.gpu.engine_stub import Driver, make_config, make_runner
 
 WINDOW = 400  # tokens of a text scored together
 SCORED = SamplingParams(temperature=0.0, max_tokens=1000, logprobs=0, prompt_logprobs=0)
 INT8 = {"dtype": "float16", "quantization": "int8"}
+GGUF = {"dtype": "float16", "quantization": "gguf"}
 FLOAT16 = {"dtype": "float16"}
 
 
@@ -83,12 +85,22 @@ def test_perplexity_of_16_bits(smollm2_gguf, windows, float32):
     assert perplexity(score(make_class(smollm2_gguf, **FLOAT16), windows)) == pytest.approx(perplexity(wide), rel=1e-3)
 
 
-def test_perplexity_of_int8(smollm2_gguf, windows, float32):
-    logprobs = score(make_class(smollm2_gguf, **INT8), windows)
+@pytest.mark.parametrize("numerics", [INT8, GGUF], ids=["int8", "gguf"])
+def test_perplexity_of_small_integers(smollm2_gguf, windows, float32, numerics):
+    logprobs = score(make_class(smollm2_gguf, **numerics), windows)
     assert perplexity(logprobs) < 1.01 * perplexity(float32)
 
 
-@pytest.mark.parametrize("numerics", [FLOAT16, INT8], ids=["float16", "int8"])
+@pytest.mark.parametrize("numerics", [FLOAT16, INT8, GGUF], ids=["float16", "int8", "gguf"])
+def test_compiled_layers_compute_the_same_bits(smollm2_gguf, windows, numerics):
+    runner = make_class(smollm2_gguf, **numerics)
+    compiled = score(runner, windows[:1])
+    assert all(isinstance(layer, CompiledLayer) for layer in runner.model.steps)
+    runner.model.steps = runner.model.layers
+    assert score(runner, windows[:1]).tobytes() == compiled.tobytes()
+
+
+@pytest.mark.parametrize("numerics", [FLOAT16, INT8, GGUF], ids=["float16", "int8", "gguf"])
 def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_chunks(smollm2_gguf, text, numerics):
     runner = make_class(smollm2_gguf, **numerics)
     prompts = [text[100 * i : 100 * i + 20 + 5 * i] for i in range(16)]
