@@ -18,10 +18,10 @@ import torch
 from gpu.config import ModelConfig, ParallelConfig, WorkerConfig
 from gpu.distributed import TensorParallelGroup
 from gpu.linear import Linear
+from gpu.machine import available_cores
 from gpu.models.decoder import CausalLM
 from gpu.runner import ModelRunner
 from gpu.weights import open_checkpoint
-from kernels import cpu_threads
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 MEMORY = 256 << 20  # bytes that are read, more than caches hold
@@ -95,7 +95,7 @@ def main() -> None:
             "weight_bytes": count_bytes(runner.model),
             "rates": measure_rates(runner, options.rows),
             "bandwidth": measure_bandwidth(),
-            "shared_bandwidth": measure_bandwidth(cpu_threads.available_cores()),
+            "shared_bandwidth": measure_bandwidth(available_cores()),
         }
     print(json.dumps(found))
 

@@ -6,7 +6,6 @@ release the GIL on plain threads do not. With one thread, the default of small m
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -53,8 +52,3 @@ def for_ranges(work: Callable[[int, int], None], num_items: int) -> None:
     drain()
     for helper in helpers:
         helper.result()
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.perplexity import EXACT, numeric_classes, read_text, score
-from kernels.cpu_threads import available_cores
+from gpu.machine import available_cores
 
 CLASSES = numeric_classes()
 QUANTIZED = [name for name, options in CLASSES.items() if options["quantization"] != "none"]
