@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from api.format import AnswerFormat, WholeChoice
 from api.generation import Generation
+from api.shortcut import shorten
 from api.sse import GenerationStream
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what access logs and metrics show
@@ -21,7 +23,9 @@ async def answer(
 ) -> Response:
     """The response to an enqueued request; from here on the generation closes by itself."""
     if generation.task.stream:
-        return GenerationStream(_frames(generation, format), generation, headers, keep_alive)
+        return GenerationStream(
+            _frames(generation, format), generation, headers, keep_alive, begun=partial(shorten, generation, format)
+        )
     try:
         choices = await _unless_disconnected(request, generation)
         if choices is None:
@@ -33,18 +37,18 @@ async def answer(
 
 
 async def _frames(generation: Generation, format: AnswerFormat) -> AsyncGenerator[bytes]:
+    """All chunks of one update in one piece, which is one write."""
     opened = False
     async with aclosing(generation.outputs()) as updates:
         async for outputs in updates:
-            if not opened:  # not before: an early failure is to be the first event
-                for frame in format.opening():
-                    yield frame
-                opened = True
+            chunks = [] if opened else [*format.opening()]  # not before: an early failure is to be the first event
+            opened = True
             for output in outputs:
-                for frame in format.chunks(output):
-                    yield frame
-    for frame in format.closing():
-        yield frame
+                chunks += format.chunks(output)
+            if chunks:
+                yield chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    if chunks := list(format.closing()):
+        yield b"".join(chunks)
 
 
 async def _unless_disconnected(request: Request, generation: Generation) -> list[WholeChoice] | None:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from api import chat, completions, health, models, requests, tokenize
@@ -33,8 +34,10 @@ metrics_router = APIRouter()
 
 
 @metrics_router.get("/metrics", summary="Prometheus metrics", response_class=Response)
-def metrics(request: Request) -> Response:
-    return Response(service_of(request).metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+async def metrics(request: Request) -> Response:
+    metrics = service_of(request).metrics
+    metrics.settle()
+    return Response(await run_in_threadpool(metrics.render), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 def create_app(config: ApiConfig, redis_config: RedisConfig) -> FastAPI:

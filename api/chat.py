@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -90,9 +90,12 @@ def _make_prompt(body: ChatCompletionRequest, model: ServedModel, service: Servi
 class ChatFormat(AnswerFormat):
     """Chunks and whole answers of chat completions."""
 
+    text_item = b'{"index":%d,"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
+
     def __init__(self, body: ChatCompletionRequest, generation: Generation, config: ApiConfig) -> None:
         super().__init__(body, generation, config, "chatcmpl", "chat.completion.chunk")
         self._body = body
+        self.text_only = not body.logprobs and not body.return_token_ids
         self._num_top = body.top_logprobs or 0
         self._role = ROLE if body.add_generation_prompt else body.messages[-1].role
         self._echo = _echoed(body, self._role) if body.echo else ""
@@ -109,10 +112,11 @@ class ChatFormat(AnswerFormat):
             for index in range(self._task.num_choices):
                 yield self._choice(index, {"content": self._echo})
 
-    def chunks(self, output: ChoiceOutput) -> Iterator[bytes]:
+    def chunks(self, output: ChoiceOutput) -> Iterable[bytes]:
         """Text and what belongs to it in one chunk, the end in one of its own, which strict clients need."""
+        chunks = []
         if output.text or output.logprobs or (output.token_ids and self._body.return_token_ids):
-            yield self._text(output)
+            chunks.append(self._text(output))
         if output.finish_reason is not None:
             choice = {
                 "index": output.index,
@@ -121,15 +125,12 @@ class ChatFormat(AnswerFormat):
                 "finish_reason": str(output.finish_reason),
                 "stop_reason": output.stop_reason,
             }
-            yield self._last_chunk(output.index, encode_json(choice))
+            chunks.append(self._last_chunk(output.index, encode_json(choice)))
+        return chunks
 
     def _text(self, output: ChoiceOutput) -> bytes:
-        if not self._body.logprobs and not self._body.return_token_ids:
-            choice = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
-                output.index,
-                encode_json(output.text),
-            )
-            return self._chunk(output.index, choice)
+        if self.text_only:
+            return self._text_chunk(output)
         logprobs = self._logprobs.chat(output.logprobs, self._num_top) if self._body.logprobs else None
         extra = {"token_ids": output.token_ids} if self._body.return_token_ids else {}
         choice = encode_json(

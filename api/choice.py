@@ -66,6 +66,7 @@ class ChoiceAssembler:
         self.finished = False
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stop, include_stop)
+        self.is_plain = not stop  # no token's text is ever held back, none ends the choice
         self._min_tokens = min_tokens
         self._hidden_ids = frozenset() if include_stop else stop_token_ids
         self._text_offset = text_offset
@@ -74,6 +75,8 @@ class ChoiceAssembler:
         self, token_ids: Sequence[int], logprobs: Sequence[OutputLogprobs] = (), finished: FinishedOutput | None = None
     ) -> ChoiceOutput:
         """Take what came for this choice. After its end everything is dropped: later tokens, the engine's own word on the end."""
+        if self.is_plain and finished is None and not logprobs and not self.finished:
+            return ChoiceOutput(self.index, "".join([self.take_plain(token_id) for token_id in token_ids]), [*token_ids])
         output = ChoiceOutput(self.index)
         if self.finished:
             return output
@@ -97,6 +100,15 @@ class ChoiceAssembler:
                 output.error = finished.error
         output.text = "".join(texts)
         return output
+
+    def take_plain(self, token_id: int) -> str:
+        """The text of one token of a choice that `is_plain` and has not ended: the way of nearly all."""
+        self.num_tokens += 1
+        if token_id in self._hidden_ids:
+            return ""
+        text = self._detokenizer.push(token_id)
+        self._text_offset += len(text)
+        return text
 
     def abort(self) -> ChoiceOutput:
         """The end where it is: the text that was held back comes with it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -88,29 +88,33 @@ def _sampling(body: CompletionRequest, model: ServedModel, prompts: list[Prompt]
 class CompletionFormat(AnswerFormat):
     """Chunks and whole answers of text completions."""
 
+    text_item = b'{"index":%d,"text":', b',"logprobs":null,"finish_reason":null}'
+
     def __init__(self, body: CompletionRequest, generation: Generation, config: ApiConfig) -> None:
         super().__init__(body, generation, config, "cmpl", "text_completion")
         self._body = body
         self._begun = [False] * self._task.num_choices
-        self._plain = body.logprobs is None and not body.return_token_ids
+        self.text_only = body.logprobs is None and not body.return_token_ids
 
     # Streamed
 
-    def opening(self) -> Iterator[bytes]:
-        return iter(())
+    def opening(self) -> Iterable[bytes]:
+        return ()
 
-    def chunks(self, output: ChoiceOutput) -> Iterator[bytes]:
+    def chunks(self, output: ChoiceOutput) -> Iterable[bytes]:
         """Text and what belongs to it in one chunk, the end in one of its own, which strict clients need. A choice's first chunk
         brings the echo, with the first tokens."""
         first = not self._begun[output.index]
         self._begun[output.index] = True
-        if self._plain and not (first and self._body.echo):
+        chunks = []
+        if self.text_only and not (first and self._body.echo):
             if output.text:
-                yield self._chunk(output.index, _plain_choice(output.index, encode_json(output.text)))
+                chunks.append(self._text_chunk(output))
         elif output.text or output.token_ids or first:
-            yield self._chunk(output.index, encode_json(self._choice(output, first)))
+            chunks.append(self._chunk(output.index, encode_json(self._choice(output, first))))
         if output.finish_reason is not None:
-            yield self._last_chunk(output.index, encode_json(_last_choice(output)))
+            chunks.append(self._last_chunk(output.index, encode_json(_last_choice(output))))
+        return chunks
 
     def _choice(self, output: ChoiceOutput, first: bool) -> dict[str, Any]:
         body, prompt = self._body, output.index // self._task.n
@@ -166,10 +170,6 @@ class CompletionFormat(AnswerFormat):
         if self._body.logprobs is None:
             return []
         return list(self._generation.prompt_logprobs[prompt].entries(self._task.model.tokenizer))
-
-
-def _plain_choice(index: int, text: bytes) -> bytes:
-    return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, text)
 
 
 def _last_choice(output: ChoiceOutput) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from api.choice import ChoiceOutput, TokenLogprobs
 from api.generation import Generation
 from api.logprobs import LogprobsFormatter
 from api.schemas import SamplingFields
-from api.sse import ChunkFrame
+from api.sse import ChunkFrame, encode_json
 from api.version import system_fingerprint
 from engine.config import ApiConfig
 from engine.protocol import FinishReason
@@ -50,6 +50,11 @@ class UsageOptions:
 class AnswerFormat(ABC):
     """`prefix`: of the answer's id, before the client's; `chunk`: what a chunk calls itself."""
 
+    text_item: tuple[bytes, bytes]
+    """The item of a chunk of text alone, before and behind the text; `%d` is the choice's index."""
+    text_only: bool
+    """Neither logprobs nor token ids are asked for."""
+
     def __init__(self, body: SamplingFields, generation: Generation, config: ApiConfig, prefix: str, chunk: str) -> None:
         self._generation = generation
         self._task = task = generation.task
@@ -59,13 +64,14 @@ class AnswerFormat(ABC):
         self._fingerprint = system_fingerprint(task.model.fingerprint)
         self._id = f"{prefix}-{generation.external_id}"
         self._frame = ChunkFrame(self._id, chunk, generation.created, task.model.name)
+        self._ends: dict[int, tuple[bytes, bytes]] = {}  # by choice: a chunk of text before and behind the text
 
     @abstractmethod
-    def opening(self) -> Iterator[bytes]:
+    def opening(self) -> Iterable[bytes]:
         """Chunks before the first output."""
 
     @abstractmethod
-    def chunks(self, output: ChoiceOutput) -> Iterator[bytes]:
+    def chunks(self, output: ChoiceOutput) -> Iterable[bytes]:
         """Chunks of one output."""
 
     def closing(self) -> Iterator[bytes]:
@@ -82,6 +88,25 @@ class AnswerFormat(ABC):
         if self._usage.continuous:
             more["usage"] = self._generation.usage_of(index).as_json()
         return self._frame.chunk(choice, **more)
+
+    def _text_chunk(self, output: ChoiceOutput) -> bytes:
+        """A chunk with nothing but text. All around the text is made once a choice."""
+        index, text = output.index, encode_json(output.text)
+        if self._usage.continuous:
+            before, after = self.text_item
+            return self._chunk(index, before % index + text + after)
+        before, after = self._ends_of(index)
+        return before + text + after
+
+    def _ends_of(self, index: int) -> tuple[bytes, bytes]:
+        if index not in self._ends:
+            before, after = self.text_item
+            self._ends[index] = self._frame.around(before % index, after)
+        return self._ends[index]
+
+    def text_ends(self) -> tuple[bytes, bytes] | None:
+        """What stands before and behind the text in the chunks of choice 0. None where chunks have more in them than text."""
+        return self._ends_of(0) if self.text_only and not self._usage.continuous else None
 
     def _last_chunk(self, index: int, choice: bytes) -> bytes:
         """The chunk that ends choice `index`. Where no usage comes behind, it has the fingerprint."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import chain
@@ -20,7 +20,7 @@ from api.logprobs import PromptLogprobsCollector
 from api.prompts import Prompt
 from api.served import ServedModel
 from api.usage import Usage
-from engine.client import RequestStream, RequestUpdate
+from engine.client import ChoiceDelta, RequestStream, RequestUpdate
 from engine.protocol import FinishedOutput, FinishReason, SamplingParams
 
 
@@ -97,6 +97,8 @@ class Generation:
         self._assemblers = [self._make_assembler(prompt, choice) for prompt in range(len(task.prompts)) for choice in range(task.n)]
         self.finals: dict[int, FinishedOutput] = {}  # by prompt: the engine's word on the last of its choices
         self.reasons: dict[int, FinishReason] = {}  # by choice, as it ended
+        self._echoes_logprobs = task.stream and task.echo
+        self._held: dict[int, list[ChoiceOutput]] = {}  # by prompt
         observer.opened(self)
 
     def _make_assembler(self, prompt: int, choice: int) -> ChoiceAssembler:
@@ -130,19 +132,40 @@ class Generation:
 
     async def outputs(self) -> AsyncGenerator[list[ChoiceOutput]]:
         """What the choices have to say, update by update; each ends once. Raises GenerationError where the engine gave up."""
-        held: dict[int, list[ChoiceOutput]] = {}  # by prompt
-        async with aclosing(_merged(self._streams)) as updates:
-            async for prompt, update in updates:
-                outputs = await self._take(prompt, update)
-                self._note_time(outputs)
-                outputs = [*held.pop(prompt, []), *outputs]
-                if self._lacks_prompt_logprobs(prompt):
-                    held[prompt] = outputs  # an echo begins with the prompt's logprobs: nothing may overtake them
-                elif outputs:
+        if len(self._streams) == 1:  # by far most are of one prompt: they do without the queue, and the generator, of several
+            async for update in self._streams[0]:
+                if outputs := await self._digest(0, update):
                     yield outputs
+        else:
+            async with aclosing(_merged(self._streams)) as updates:
+                async for prompt, update in updates:
+                    if outputs := await self._digest(prompt, update):
+                        yield outputs
         cut = [self._cut_off(index) for index, assembler in enumerate(self._assemblers) if not assembler.finished]
-        if rest := [*chain.from_iterable(held.values()), *cut]:
+        if rest := [*chain.from_iterable(self._held.values()), *cut]:
             yield rest
+
+    @property
+    def is_plain(self) -> bool:
+        """One choice, of whose tokens only the text is wanted."""
+        sampling = self.task.sampling[0]
+        wants_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        return self.task.num_choices == 1 and self._assemblers[0].is_plain and not wants_logprobs and not self.task.score_only
+
+    def shorten(self, shortcut: Callable[[int], bool]) -> None:
+        """Where `is_plain`: `shortcut` gets each token that comes while whoever reads `outputs` has had all others and waits.
+
+        It takes the token by `take_plain`, or answers False, and the token is one of `outputs`.
+        """
+        self._streams[0].shortcut = shortcut
+
+    def take_plain(self, token_id: int) -> str:
+        """The text of a token that does not become one of `outputs`."""
+        self.usage.completion_tokens += 1
+        now = time.time()
+        self._observer.output(self, self.last_output, now)
+        self.last_output = now
+        return self._assemblers[0].take_plain(token_id)
 
     async def abort(self) -> None:
         """End everything now; `outputs` then gives each open choice its end, with what it has. Idempotent."""
@@ -162,17 +185,13 @@ class Generation:
 
     # What an update brings
 
-    async def _take(self, prompt: int, update: RequestUpdate) -> list[ChoiceOutput]:
+    async def _digest(self, prompt: int, update: RequestUpdate) -> list[ChoiceOutput]:
+        """What may be said now. An echo begins with the logprobs of its prompt: what comes before them is held back."""
         for part in update.prompt_logprobs:
             self.prompt_logprobs[prompt].add(part)
         outputs: list[ChoiceOutput] = []
         for delta in update.deltas:
-            assembler = self._assemblers[prompt * self.task.n + delta.choice]
-            if delta.finished is not None:
-                self._note_final(prompt, delta.finished)
-            if assembler.finished:
-                continue
-            output = assembler.feed(delta.token_ids, delta.logprobs, delta.finished)
+            output = self._assemble(prompt, delta)
             if output.finish_reason is not None:
                 await self._end(prompt, delta.choice, output)
             if self.task.score_only:
@@ -180,7 +199,19 @@ class Generation:
             self.usage.completion_tokens += len(output.token_ids)
             if not output.empty:
                 outputs.append(output)
+        self._note_time(outputs)
+        if prompt in self._held:
+            outputs = [*self._held.pop(prompt), *outputs]
+        if self._echoes_logprobs and self._lacks_prompt_logprobs(prompt):
+            self._held[prompt] = outputs
+            return []
         return outputs
+
+    def _assemble(self, prompt: int, delta: ChoiceDelta) -> ChoiceOutput:
+        """An empty output where the choice has ended already."""
+        if delta.finished is not None:
+            self._note_final(prompt, delta.finished)
+        return self._assemblers[prompt * self.task.n + delta.choice].feed(delta.token_ids, delta.logprobs, delta.finished)
 
     async def _end(self, prompt: int, choice: int, output: ChoiceOutput) -> None:
         assert output.finish_reason is not None
@@ -207,29 +238,21 @@ class Generation:
         self.finals[prompt] = finished
 
     def _lacks_prompt_logprobs(self, prompt: int) -> bool:
-        task = self.task
-        return (
-            task.stream
-            and task.echo
-            and task.sampling[prompt].prompt_logprobs is not None
-            and not self.prompt_logprobs[prompt].complete
-        )
+        return self.task.sampling[prompt].prompt_logprobs is not None and not self.prompt_logprobs[prompt].complete
 
     def _note_time(self, outputs: list[ChoiceOutput]) -> None:
-        if any(output.token_ids for output in outputs):
-            now = time.time()
-            self._observer.output(self, self.last_output, now)
-            self.first_output = self.first_output or now
-            self.last_output = now
+        for output in outputs:
+            if output.token_ids:
+                now = time.time()
+                self._observer.output(self, self.last_output, now)
+                self.first_output = self.first_output or now
+                self.last_output = now
+                return
 
 
 async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestUpdate]]:
     """The updates of all streams as they come, each with its stream's place. A stream waits while its last update is not taken, and
     merges meanwhile."""
-    if len(streams) == 1:
-        async for update in streams[0]:
-            yield 0, update
-        return
     queue: asyncio.Queue[tuple[int, RequestUpdate | None]] = asyncio.Queue(maxsize=1)
     pumps = [asyncio.create_task(_pump(place, stream, queue)) for place, stream in enumerate(streams)]
     try:

@@ -7,6 +7,7 @@ Requests are measured here, where they begin and end for the client; engines' ow
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -28,6 +29,32 @@ HTTP_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 
 _LABELS = ("model_name", "engine")
 
 
+class Tally:
+    """Observations for a histogram, counted here and told it together: for each token, two locks and a walk along the buckets would
+    cost as much as its event. Belongs to one thread."""
+
+    def __init__(self, histogram: Histogram, bounds: tuple[float, ...]) -> None:
+        self._histogram = histogram
+        self._bounds = bounds
+        self._forget()
+
+    def _forget(self) -> None:
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def tell(self) -> None:
+        """What was observed since the last time becomes the histogram's."""
+        for bucket, count in zip(self._histogram._buckets, self._counts, strict=True):
+            if count:
+                bucket.inc(count)
+        self._histogram._sum.inc(self._sum)
+        self._forget()
+
+
 class Metrics:
     """`prefix`: first word of the metrics' names, "headrace" or "vllm"."""
 
@@ -35,6 +62,7 @@ class Metrics:
         self.prefix = prefix
         self.engines: Callable[[], list[EngineInfo]] = list
         self._registry = CollectorRegistry()
+        self._gaps: dict[tuple[str, str], Tally] = {}  # by labels
         self._make_request_metrics()
         self._make_http_metrics()
 
@@ -96,6 +124,17 @@ class Metrics:
 
     def choice_ended(self, model: str, engine: str, reason: FinishReason) -> None:
         self.success.labels(model, engine, str(reason)).inc()
+
+    def gaps(self, labels: tuple[str, str]) -> Tally:
+        """Where the time between two outputs of a request is observed."""
+        if labels not in self._gaps:
+            self._gaps[labels] = Tally(self.itl.labels(*labels), ITL_BUCKETS)
+        return self._gaps[labels]
+
+    def settle(self) -> None:
+        """Before `render`, on the event loop: what was counted aside is told."""
+        for tally in self._gaps.values():
+            tally.tell()
 
     def prompt_ended(
         self, labels: tuple[str, str], times: RequestTimes, prompt_len: int, num_cached: int, output_lens: list[int]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-import uuid
 from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.connection import event_writer
 from api.errors import ApiError, PayloadTooLarge, error_response
 from api.identity import REQUEST_ID_HEADER, is_safe_id
 from api.metrics import Metrics
@@ -20,6 +21,7 @@ logger = logging.getLogger("headrace.api")
 
 UNCOUNTED_PATHS = frozenset({"/metrics", "/health", "/live", "/ready", "/load", "/ping", "/version"})
 LINGER_SECONDS = 2.0  # that a client which sends too much is listened to behind its answer
+_BODY_SENDER = "body_sender"  # in a scope's state
 UNKNOWN_ROUTE = "none"  # label of what no route answers: paths that clients make up would be labels without end
 
 
@@ -66,12 +68,20 @@ class _Exchange:
 
     def __init__(self, scope: Scope, send: Send, id_header: bool) -> None:
         given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-        self.request_id = given if is_safe_id(given) else uuid.uuid4().hex
+        self.request_id = given if is_safe_id(given) else secrets.token_hex(16)
         self.status = 0
-        self.num_bytes = 0
+        self._num_bytes = 0
+        self._writer = event_writer(scope)
         self._send = send
         self._id_header = id_header
-        scope.setdefault("state", {})["request_id"] = self.request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = self.request_id
+        state[_BODY_SENDER] = self.send
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the response's body so far."""
+        return self._num_bytes + (self._writer.num_bytes if self._writer is not None else 0)
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -82,8 +92,15 @@ class _Exchange:
             else:
                 del headers[REQUEST_ID_HEADER]
         elif message["type"] == "http.response.body":
-            self.num_bytes += len(message.get("body", b""))
+            self._num_bytes += len(message.get("body", b""))
         await self._send(message)
+
+
+def body_sender(scope: Scope, send: Send) -> Send:
+    """What a stream that has begun may send its pieces with instead of `send`, all but the last: the layers between the outermost
+    one and a route look only at how a response begins and ends, and all of them together cost as much a piece as making it."""
+    shorter: Send = scope.get("state", {}).get(_BODY_SENDER, send)
+    return shorter
 
 
 class BodyLimit:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
-from prometheus_client import Histogram
-
 from api.generation import Generation
-from api.metrics import Metrics
+from api.metrics import Metrics, Tally
 from engine.protocol import FinishReason
 
 logger = logging.getLogger("headrace.request")
@@ -20,7 +18,7 @@ class RequestObserver:
     def __init__(self, metrics: Metrics) -> None:
         self.open: set[Generation] = set()
         self._metrics = metrics
-        self._gaps: dict[tuple[str, str], Histogram] = {}  # by labels: this one is looked up for every output
+        self._gaps: dict[Generation, Tally] = {}  # of those that have had a token
 
     def opened(self, generation: Generation) -> None:
         self.open.add(generation)
@@ -31,12 +29,12 @@ class RequestObserver:
             self._metrics.max_tokens.labels(*labels).observe(sampling.max_tokens)
 
     def output(self, generation: Generation, previous: float, now: float) -> None:
-        labels = _labels(generation)
-        if not previous:
-            self._metrics.ttft.labels(*labels).observe(now - generation.arrival)
-            self._gaps[labels] = self._metrics.itl.labels(*labels)
+        if previous:
+            self._gaps[generation].observe(now - previous)
         else:
-            self._gaps[labels].observe(now - previous)
+            labels = _labels(generation)
+            self._metrics.ttft.labels(*labels).observe(now - generation.arrival)
+            self._gaps[generation] = self._metrics.gaps(labels)
 
     def choice_ended(self, generation: Generation, index: int, reason: FinishReason) -> None:
         self._metrics.choice_ended(*_labels(generation), reason)
@@ -44,6 +42,8 @@ class RequestObserver:
     def closed(self, generation: Generation) -> None:
         """Aborted requests are in every histogram that they have a number for."""
         self.open.discard(generation)
+        if (gaps := self._gaps.pop(generation, None)) is not None:
+            gaps.tell()
         now = time.time()
         labels, n = _labels(generation), generation.task.n
         for place, prompt in enumerate(generation.task.prompts):

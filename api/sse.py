@@ -6,28 +6,27 @@ behind.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from sse_starlette import EventSourceResponse, ServerSentEvent
-from sse_starlette.sse import AppStatus
 from starlette.types import Receive, Scope, Send
 
+from api.connection import EventWriter, event_writer
 from api.errors import ApiError, as_api_error, body_of
 from api.generation import Generation
+from api.middleware import body_sender
 
 logger = logging.getLogger("headrace.api")
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = ServerSentEvent(comment="keep-alive", sep="\n")
+COMMENT = ServerSentEvent(comment="keep-alive", sep="\n").encode()
 
-# The server ends its streams itself (api.server): without this every stream is cut the moment a signal arrives.
-AppStatus.enable_automatic_graceful_drain = False
-
-encode_json = msgspec.json.encode
+encode_json = msgspec.json.Encoder().encode
 
 
 class ChunkFrame:
@@ -37,41 +36,98 @@ class ChunkFrame:
         same = encode_json({"id": id, "object": object, "created": created, "model": model})
         self._head = b"data: " + same[:-1] + b',"choices":['
 
+    def around(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
+        """What stands before and behind the one value that changes from event to event; in the item of the list it is between
+        `before` and `after`."""
+        return self._head + before, after + b"]}\n\n"
+
     def chunk(self, choices: bytes, **more: Any) -> bytes:
         """One event. `choices`: the encoded items of the list; `more`: further members of the chunk."""
         tail = b"".join(b',"%b":%b' % (name.encode(), encode_json(value)) for name, value in more.items())
-        return b"".join((self._head, choices, b"]", tail, b"}\n\n"))
-
-
-async def events(frames: AsyncGenerator[bytes], generation: Generation) -> AsyncIterator[bytes]:
-    """`frames`, an error as the last event where one comes, `[DONE]`. The generation is closed at the end, whatever the end is."""
-    try:
-        async with aclosing(frames):
-            async for frame in frames:
-                yield frame
-    except Exception as error:
-        if not isinstance(error, ApiError):
-            logger.exception("a stream failed", extra={"request_id": generation.external_id})
-        yield b"data: " + body_of(as_api_error(error)) + b"\n\n"
-    finally:
-        await generation.close()
-    yield DONE
+        return b"%b%b]%b}\n\n" % (self._head, choices, tail)
 
 
 class GenerationStream(EventSourceResponse):
     """An event stream that closes its generation even if the client was gone before the first event was asked for.
 
-    sse-starlette watches for the client's disconnect while nothing is sent, and cancels the frames then.
+    The headers are sse-starlette's. It would run a stream as four tasks, though, with a timeout's scope around each event; this is
+    one, and a second that waits for the client to go.
     """
 
-    def __init__(self, frames: AsyncGenerator[bytes], generation: Generation, headers: dict[str, str], keep_alive: float) -> None:
-        super().__init__(
-            events(frames, generation), headers=headers, ping=keep_alive, ping_message_factory=lambda: KEEP_ALIVE, sep="\n"
-        )
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes],
+        generation: Generation,
+        headers: dict[str, str],
+        keep_alive: float,
+        begun: Callable[[EventWriter | None], None] = lambda writer: None,
+    ) -> None:
+        """`keep_alive`: seconds between comments, 0: none; `begun` is called once, when the first event has been sent."""
+        super().__init__(frames, headers=headers, ping=keep_alive, sep="\n")
+        self._frames = frames
         self._generation = generation
+        self._begun = begun
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send_piece, writer = body_sender(scope, send), event_writer(scope)
+        watch = asyncio.create_task(self._close_when_gone(receive))
+        comments = KeepAlive(self.ping_interval, send_piece, writer)
         try:
-            await super().__call__(scope, receive, send)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            comments.start()
+            await self._send_events(send_piece, writer)
+            await send({"type": "http.response.body", "body": DONE})
         finally:
+            comments.stop()
+            watch.cancel()
             await self._generation.close()
+
+    async def _send_events(self, send: Send, writer: EventWriter | None) -> None:
+        """All but the last; where an error comes, it is the last of these."""
+        begun = False
+        try:
+            async with aclosing(self._frames) as frames:
+                async for frame in frames:
+                    await send({"type": "http.response.body", "body": frame, "more_body": True})
+                    if not begun:
+                        begun = True
+                        self._begun(writer)
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                logger.exception("a stream failed", extra={"request_id": self._generation.external_id})
+            last = b"data: " + body_of(as_api_error(error)) + b"\n\n"
+            await send({"type": "http.response.body", "body": last, "more_body": True})
+
+    async def _close_when_gone(self, receive: Receive) -> None:
+        """Without the client the frames come to their end by themselves, because the generation does; nobody gets them."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        await self._generation.close()
+
+
+class KeepAlive:
+    """Comments of a response that is under way, one each `interval` seconds; 0: none."""
+
+    def __init__(self, interval: float, send: Send, writer: EventWriter | None) -> None:
+        self._interval = interval
+        self._send = send
+        self._writer = writer
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._interval:
+            self._timer = asyncio.get_running_loop().call_later(self._interval, self._comment)
+
+    def _comment(self) -> None:
+        if self._writer is None:
+            self._sending = asyncio.ensure_future(self._send({"type": "http.response.body", "body": COMMENT, "more_body": True}))
+        elif self._writer.ready:  # where the socket is behind, it has enough to keep it alive
+            self._writer.write(COMMENT)
+        self.start()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._sending is not None:
+            self._sending.cancel()

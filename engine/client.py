@@ -305,7 +305,8 @@ class AsyncClient:
             stream = self._streams.get(handle)
             if stream is not None:
                 stream.heard(now)
-                if not stream.take_token(choice, offset, token_id, logprobs.get((handle, choice, offset)) if logprobs else None):
+                told = logprobs.get((handle, choice, offset)) if logprobs else None
+                if not stream.take_token(choice, offset, token_id, told):
                     gaps.add(handle)
         for entry in message.prompt_logprobs:
             stream = self._streams.get(entry.handle)

@@ -26,7 +26,7 @@ FIRST_PROBE_SECONDS = 2.0
 LONGEST_PROBE_SECONDS = 16.0
 
 
-@dataclass
+@dataclass(slots=True)
 class ChoiceDelta:
     """What one choice got since the last update."""
 
@@ -36,13 +36,13 @@ class ChoiceDelta:
     finished: FinishedOutput | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestUpdate:
     deltas: list[ChoiceDelta] = field(default_factory=list)
     prompt_logprobs: list[OutputPromptLogprobs] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Choice:
     index: int
     num_received: int = 0  # tokens taken in, in order, without a gap
@@ -81,7 +81,12 @@ class RequestStream:
         self._prompt_position = 1  # next prompt position whose logprobs are wanted
         asked = request.sampling.prompt_logprobs is not None
         self._prompt_end = len(request.prompt_token_ids) // 4 if asked else 1
-        self._arrived = asyncio.Event()
+        self._arrived = False  # something that the reader has not got
+        self._reader: asyncio.Future[None] | None = None  # waits for it
+        self._failure: Exception | None = None  # of the shortcut, the reader's to raise
+        self.shortcut: Callable[[int], bool] | None = None
+        """Takes a plain token that comes while the reader waits, in the reader's stead; or answers False. The order stays: a reader
+        that waits has had all that came before."""
         self._finish = finish
         self._closed = closed
 
@@ -91,18 +96,30 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestUpdate:
-        while not self._arrived.is_set():
+        while not self._arrived:
             if self.done:
                 raise StopAsyncIteration
-            await self._arrived.wait()
-        self._arrived.clear()
-        update = RequestUpdate(prompt_logprobs=self._prompt_logprobs)
-        self._prompt_logprobs = []
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        self._arrived = False
+        if self._failure is not None:
+            raise self._failure
+        update = RequestUpdate()
+        if self._prompt_logprobs:
+            update.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
         for choice in self._choices:
             if choice.pending is not None:
                 update.deltas.append(choice.pending)
                 choice.pending = None
         return update
+
+    def _wake(self) -> None:
+        """There is something to read. One reader, one future: an `asyncio.Event` costs three times as much a token."""
+        self._arrived = True
+        if self._reader is not None:
+            if not self._reader.done():
+                self._reader.set_result(None)
+            self._reader = None
 
     async def stop(self, choice: int, keep: int, stop_reason: str | None) -> None:
         """A stop string ended choice `choice` inside its first `keep` tokens. Its terminal output still comes, no token does."""
@@ -116,7 +133,7 @@ class RequestStream:
         if not self.done:
             for choice in self._choices:
                 choice.finished = True
-            self._arrived.set()
+            self._wake()
             self._closed(self)
             await self._finish(self, -1, FinishReason.ABORT, -1, None)
 
@@ -142,12 +159,21 @@ class RequestStream:
         if offset > state.num_received:
             return False
         state.num_received += 1
-        delta = state.delta()
+        if self._reader is not None and self.shortcut is not None and logprobs is None and state.terminal is None:
+            try:
+                if self.shortcut(token_id):
+                    return True
+            except Exception as error:
+                self._failure = error
+                self._wake()
+                return True
+        delta = state.pending or state.delta()
         delta.token_ids.append(token_id)
         if logprobs is not None:
             delta.logprobs.append(logprobs)
-        self._arrived.set()
-        self._settle(state)
+        self._wake()
+        if state.terminal is not None:
+            self._settle(state)
         return True
 
     def take_prompt_logprobs(self, entry: OutputPromptLogprobs) -> bool:
@@ -158,7 +184,7 @@ class RequestStream:
         if skip < count:
             self._prompt_logprobs.append(entry if not skip else _tail(entry, skip, count))
             self._prompt_position += count - skip
-            self._arrived.set()
+            self._wake()
         return True
 
     def take_terminal(self, terminal: FinishedOutput) -> bool:
@@ -217,7 +243,7 @@ class RequestStream:
             return False
         state.finished = True
         state.delta().finished = terminal
-        self._arrived.set()
+        self._wake()
         if self.done:
             self._closed(self)
         return True

@@ -1,0 +1,55 @@
+"""An HTTP connection that takes a stream's events without a coroutine: the end of the short way of a token (api.shortcut).
+
+An ASGI server is sent to with `await`, through all layers of the application, and each event of each stream would wake a task for
+that. Nothing of it is needed while a response is under way and its socket takes what it is given.
+"""
+
+from __future__ import annotations
+
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+EXTENSION = "headrace.events"  # of ASGI scopes
+
+
+class EventWriter:
+    """Writes pieces of one chunked response (RFC 9112, section 7.1) and never waits: what is not `ready` is to be sent as usual."""
+
+    __slots__ = ("_cycle", "num_bytes")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self.num_bytes = 0
+        self._cycle = cycle
+
+    @property
+    def ready(self) -> bool:
+        """The response has begun, in chunks, its client is there and not behind."""
+        cycle = self._cycle
+        return (
+            cycle.response_started
+            and cycle.chunked_encoding is True
+            and not cycle.flow.write_paused
+            and not cycle.disconnected
+            and not cycle.response_complete
+        )
+
+    def write(self, piece: bytes) -> None:
+        """Only when `ready`."""
+        self.num_bytes += len(piece)
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol, whose scopes have an `EventWriter`."""
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:  # not where another protocol takes over
+            scope: Scope = self.scope  # type: ignore[assignment]
+            scope["extensions"] = {EXTENSION: EventWriter(self.cycle)}
+
+
+def event_writer(scope: Scope) -> EventWriter | None:
+    """None where another server than `Connection`'s runs the application."""
+    writer: EventWriter | None = scope.get("extensions", {}).get(EXTENSION)
+    return writer
