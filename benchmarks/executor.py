@@ -53,7 +53,10 @@ def main() -> None:
     uni: dict[int, float] = {}
     for name, parallel in [
         ("uni", ParallelConfig(distributed_executor_backend="uni")),
-        *((f"mp, {ranks} rank{'s' * (ranks > 1)}", ParallelConfig(ranks, distributed_executor_backend="mp")) for ranks in options.ranks),
+        *(
+            (f"mp, {ranks} rank{'s' * (ranks > 1)}", ParallelConfig(ranks, distributed_executor_backend="mp"))
+            for ranks in options.ranks
+        ),
     ]:
         executor = Executor.make(
             WorkerConfig(

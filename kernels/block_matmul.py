@@ -22,13 +22,28 @@ from numpy.typing import NDArray
 
 from kernels.blocks import Blocks
 from kernels.cpu_dot import BYTES, WORDS, dot_bytes
-from kernels.cpu_ir import FLOAT, INT32, LANES, at, int64, integers, load_as, load_wide, multiply_add, pointers, splat, store
+from kernels.cpu_ir import (
+    FLOAT,
+    INT32,
+    LANES,
+    at,
+    int64,
+    integers,
+    load_as,
+    load_wide,
+    multiply_add,
+    pointers,
+    prefetch,
+    splat,
+    store,
+)
 from kernels.cpu_math import widen
 from kernels.cpu_rows import BLOCK_PANEL, BLOCK_ROWS, WIDE, copy_tile, num_panels, tile_rows
 from kernels.cpu_threads import for_ranges
 
 PANEL = BLOCK_PANEL
 VECTORS = PANEL // LANES  # of a panel
+LINE = 64  # bytes of the processor's cache
 GROUP = 4  # input columns that one instruction multiplies and sums
 
 
@@ -107,10 +122,11 @@ def _make_tile(num_rows: int) -> Callable[..., Any]:
     `block_size` are constants."""
 
     @intrinsic(prefer_literal=True)
-    def tile(typing_context, out, place, stride, x, sums, row, codes, scales, panel, num_blocks, bits, block_size):
+    def tile(typing_context, out, place, stride, x, sums, row, codes, scales, panel, num_blocks, ahead, lines, bits, block_size):
         def generate(context, builder, signature, arguments):
             out_data, x_data, sum_data, code_data, scale_data = pointers(context, builder, signature, arguments, (0, 3, 4, 6, 7))
             start, step, first, panel_index, count = integers(context, builder, signature, arguments, (1, 2, 5, 8, 9))
+            next_line, num_lines = integers(context, builder, signature, arguments, (10, 11))
             kind = _BlockKind(bits.literal_value, block_size.literal_value)
             floats = ir.VectorType(FLOAT, LANES)
             totals = [
@@ -125,6 +141,10 @@ def _make_tile(num_rows: int) -> Callable[..., Any]:
                 block_scales = at(builder, scale_data, builder.mul(block, int64(2 * PANEL)))
                 block_x = at(builder, x_tile, builder.mul(loop.index, int64(kind.groups * num_rows)))
                 block_sums = at(builder, sum_tile, builder.mul(loop.index, int64(2 * num_rows)))
+                first_line = builder.add(next_line, builder.mul(loop.index, num_lines))
+                with cgutils.for_range(builder, num_lines) as ahead_loop:
+                    line = builder.mul(builder.add(first_line, ahead_loop.index), int64(BYTES.count))
+                    prefetch(builder, at(builder, code_data, line))
                 products = [[ir.Constant(WORDS, None) for _ in range(VECTORS)] for _ in range(num_rows)]
                 for group, codes_of_group in kind.load(builder, block_codes):
                     for r in range(num_rows):
@@ -155,7 +175,9 @@ def _make_tile(num_rows: int) -> Callable[..., Any]:
                     store(builder, out_data, builder.add(line, int64(vector * LANES)), builder.load(totals[r][vector]))
             return context.get_dummy_value()
 
-        return types.none(out, place, stride, x, sums, row, codes, scales, panel, num_blocks, bits, block_size), generate
+        return types.none(
+            out, place, stride, x, sums, row, codes, scales, panel, num_blocks, ahead, lines, bits, block_size
+        ), generate
 
     return tile
 
@@ -200,47 +222,47 @@ _tile1, _tile2, _tile3, _tile4, _tile5, _tile6 = (_make_tile(rows) for rows in r
 
 
 @numba.njit(cache=True, nogil=True)
-def _tile(rows, out, place, stride, x, sums, row, codes, scales, panel, bits, block_size):
+def _tile(rows, out, place, stride, x, sums, row, codes, scales, panel, ahead, lines, bits, block_size):
     blocks = codes.shape[1]
     if bits == 4:
         if WIDE and rows == 6:
-            _tile6(out, place, stride, x, sums, row, codes, scales, panel, blocks, 4, 32)
+            _tile6(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
         elif WIDE and rows == 5:
-            _tile5(out, place, stride, x, sums, row, codes, scales, panel, blocks, 4, 32)
+            _tile5(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
         elif WIDE and rows == 4:
-            _tile4(out, place, stride, x, sums, row, codes, scales, panel, blocks, 4, 32)
+            _tile4(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
         elif rows == 3:
-            _tile3(out, place, stride, x, sums, row, codes, scales, panel, blocks, 4, 32)
+            _tile3(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
         elif rows == 2:
-            _tile2(out, place, stride, x, sums, row, codes, scales, panel, blocks, 4, 32)
+            _tile2(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
         else:
-            _tile1(out, place, stride, x, sums, row, codes, scales, panel, blocks, 4, 32)
+            _tile1(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
     elif block_size == 32:
         if WIDE and rows == 6:
-            _tile6(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 32)
+            _tile6(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
         elif WIDE and rows == 5:
-            _tile5(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 32)
+            _tile5(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
         elif WIDE and rows == 4:
-            _tile4(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 32)
+            _tile4(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
         elif rows == 3:
-            _tile3(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 32)
+            _tile3(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
         elif rows == 2:
-            _tile2(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 32)
+            _tile2(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
         else:
-            _tile1(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 32)
+            _tile1(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
     else:
         if WIDE and rows == 6:
-            _tile6(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 16)
+            _tile6(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)
         elif WIDE and rows == 5:
-            _tile5(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 16)
+            _tile5(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)
         elif WIDE and rows == 4:
-            _tile4(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 16)
+            _tile4(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)
         elif rows == 3:
-            _tile3(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 16)
+            _tile3(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)
         elif rows == 2:
-            _tile2(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 16)
+            _tile2(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)
         else:
-            _tile1(out, place, stride, x, sums, row, codes, scales, panel, blocks, 8, 16)
+            _tile1(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -250,17 +272,26 @@ def multiply(out, x, sums, codes, scales, bits, block_size, begin, end):
     flat = out.reshape(-1)
     scratch = np.empty((BLOCK_ROWS, PANEL), np.float32)
     flat_scratch = scratch.reshape(-1)
+    # cache lines of the next panel's codes that each tile asks for in a block; one tile alone leaves that to the processor
+    block_lines, tiles = codes.shape[2] * codes.shape[3] // LINE, (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
+    lines = (block_lines + tiles - 1) // tiles if tiles > 1 else 0
+    panel_lines = codes.shape[1] * block_lines
     for panel in range(begin, end):
         column = panel * PANEL
+        ahead = min(panel + 1, end - 1) * panel_lines
+        last_line = ahead + panel_lines
         row = 0
         while row < rows:
             count = tile_rows(row, rows, BLOCK_ROWS)
             if column + PANEL <= columns:
-                _tile(count, flat, row * columns + column, columns, x, sums, row, codes, scales, panel, bits, block_size)
+                _tile(
+                    count, flat, row * columns + column, columns, x, sums, row, codes, scales, panel, ahead, lines, bits, block_size
+                )
             else:
-                _tile(count, flat_scratch, 0, PANEL, x, sums, row, codes, scales, panel, bits, block_size)
+                _tile(count, flat_scratch, 0, PANEL, x, sums, row, codes, scales, panel, ahead, lines, bits, block_size)
                 copy_tile(out, row, column, scratch, count)
             row += count
+            ahead = min(ahead + codes.shape[1] * lines, last_line - codes.shape[1] * lines)
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")

@@ -70,6 +70,14 @@ def store(builder, data, place, value):
     instruction.align = 4
 
 
+def prefetch(builder, pointer):
+    """Asks for the cache line at `pointer`, which is read soon."""
+    data = builder.bitcast(pointer, INT8.as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [data.type, INT32, INT32, INT32])
+    ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(ask, [data, *(ir.Constant(INT32, value) for value in (0, 2, 1))])  # to read, second-level cache, data
+
+
 def take(builder, vector, lanes):
     mask = ir.Constant(ir.VectorType(INT32, len(lanes)), list(lanes))
     return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)

@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_ir import FLOAT, LANES, at, int64, integers, load_wide, multiply_add, pointers, splat, store
+from kernels.cpu_ir import FLOAT, LANES, at, int64, integers, load_wide, multiply_add, pointers, prefetch, splat, store
 from kernels.cpu_math import widen
 from kernels.cpu_rows import HALF_PANEL, HALF_ROWS, copy_tile, num_panels, tile_rows
 from kernels.cpu_threads import for_ranges
@@ -56,10 +56,11 @@ def _make_tile(num_rows: int) -> Callable[..., Any]:
     * weights[panel, k, c], for r < num_rows, c < PANEL. `out` and `x` are flat."""
 
     @intrinsic
-    def tile(typing_context, out, place, stride, x, first, weights, panel, in_features):
+    def tile(typing_context, out, place, stride, x, first, weights, panel, ahead, share, in_features):
         def generate(context, builder, signature, arguments):
             out_data, x_data, weight_data = pointers(context, builder, signature, arguments, (0, 3, 5))
-            start, step, x_start, panel_index, count = integers(context, builder, signature, arguments, (1, 2, 4, 6, 7))
+            start, step, x_start, panel_index, count = integers(context, builder, signature, arguments, (1, 2, 4, 6, 9))
+            next_line, lines = integers(context, builder, signature, arguments, (7, 8))
             vector = ir.VectorType(FLOAT, LANES)
             columns = range(0, PANEL, LANES)
             sums = {(r, c): cgutils.alloca_once_value(builder, ir.Constant(vector, None)) for r in range(num_rows) for c in columns}
@@ -67,6 +68,9 @@ def _make_tile(num_rows: int) -> Callable[..., Any]:
             tile_data = at(builder, x_data, x_start)
             with cgutils.for_range(builder, count) as loop:
                 line = builder.mul(loop.index, int64(PANEL))
+                place_ahead = builder.add(next_line, builder.mul(loop.index, lines))
+                for offset in (0, 32):
+                    prefetch(builder, at(builder, weight_data, builder.add(place_ahead, int64(offset))))
                 loaded = {
                     c: load_wide(builder, panel_data, builder.add(line, int64(c)), LANES, signature.args[5].dtype) for c in columns
                 }
@@ -82,7 +86,7 @@ def _make_tile(num_rows: int) -> Callable[..., Any]:
                     store(builder, out_data, builder.add(row, int64(c)), builder.load(sums[r, c]))
             return context.get_dummy_value()
 
-        return types.none(out, place, stride, x, first, weights, panel, in_features), generate
+        return types.none(out, place, stride, x, first, weights, panel, ahead, share, in_features), generate
 
     return tile
 
@@ -91,20 +95,20 @@ _tile1, _tile2, _tile3, _tile4, _tile5, _tile6 = (_make_tile(rows) for rows in r
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
-def _tile(rows, out, place, stride, x, first, weights, panel):
+def _tile(rows, out, place, stride, x, first, weights, panel, ahead, share):
     in_features = weights.shape[1]
     if rows == 6:
-        _tile6(out, place, stride, x, first, weights, panel, in_features)
+        _tile6(out, place, stride, x, first, weights, panel, ahead, share, in_features)
     elif rows == 5:
-        _tile5(out, place, stride, x, first, weights, panel, in_features)
+        _tile5(out, place, stride, x, first, weights, panel, ahead, share, in_features)
     elif rows == 4:
-        _tile4(out, place, stride, x, first, weights, panel, in_features)
+        _tile4(out, place, stride, x, first, weights, panel, ahead, share, in_features)
     elif rows == 3:
-        _tile3(out, place, stride, x, first, weights, panel, in_features)
+        _tile3(out, place, stride, x, first, weights, panel, ahead, share, in_features)
     elif rows == 2:
-        _tile2(out, place, stride, x, first, weights, panel, in_features)
+        _tile2(out, place, stride, x, first, weights, panel, ahead, share, in_features)
     else:
-        _tile1(out, place, stride, x, first, weights, panel, in_features)
+        _tile1(out, place, stride, x, first, weights, panel, ahead, share, in_features)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -115,17 +119,20 @@ def multiply(out, x, weights, begin, end):
     flat = out.reshape(-1)
     scratch = np.empty((HALF_ROWS, PANEL), np.float32)
     flat_scratch = scratch.reshape(-1)
+    share = PANEL // ((rows + HALF_ROWS - 1) // HALF_ROWS)  # of the next panel, that each tile asks for with a line of its own
     for panel in range(begin, end):
         column = panel * PANEL
+        ahead = min(panel + 1, end - 1) * in_features * PANEL
         row = 0
         while row < rows:
             count = tile_rows(row, rows, HALF_ROWS)
             if column + PANEL <= columns:
-                _tile(count, flat, row * columns + column, columns, x, row * in_features, weights, panel)
+                _tile(count, flat, row * columns + column, columns, x, row * in_features, weights, panel, ahead, share)
             else:
-                _tile(count, flat_scratch, 0, PANEL, x, row * in_features, weights, panel)
+                _tile(count, flat_scratch, 0, PANEL, x, row * in_features, weights, panel, ahead, share)
                 copy_tile(out, row, column, scratch, count)
             row += count
+            ahead += in_features * share
 
 
 @numba.njit(cache=True, nogil=True)
