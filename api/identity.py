@@ -31,9 +31,26 @@ def is_safe_id(value: str) -> bool:
     return _SAFE.fullmatch(value) is not None
 
 
+class RandomDigits:
+    """Random hex digits of the operating system, which is asked for many at a time: a call costs as much as all of them."""
+
+    def __init__(self) -> None:
+        self._digits = ""
+        self._place = 0
+
+    def take(self, count: int) -> str:
+        if self._place + count > len(self._digits):
+            self._digits, self._place = secrets.token_hex(max(2048, count)), 0
+        self._place += count
+        return self._digits[self._place - count : self._place]
+
+
+random_digits = RandomDigits().take
+
+
 def internal_ids(external: str, count: int) -> list[str]:
     """One internal id a prompt: the client's, the prompt's number when there are several, 8 random hex digits."""
-    suffix = secrets.token_hex(4)
+    suffix = random_digits(8)
     if count == 1:
         return [f"{external}-{suffix}"]
     return [f"{external}-{place}-{suffix}" for place in range(count)]

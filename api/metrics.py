@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
@@ -27,6 +28,8 @@ BODY_BUCKETS = (100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000)
 HTTP_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)
 
 _LABELS = ("model_name", "engine")
+
+MetricT = TypeVar("MetricT", Counter, Histogram)
 
 
 class Tally:
@@ -55,6 +58,20 @@ class Tally:
         self._forget()
 
 
+class Labelled(Generic[MetricT]):
+    """A metric with its children at hand: to find one, prometheus_client makes a string of each label and takes a lock."""
+
+    def __init__(self, metric: MetricT) -> None:
+        self._metric: MetricT = metric
+        self._children: dict[tuple[str, ...], MetricT] = {}
+
+    def labels(self, *labels: str) -> MetricT:
+        child = self._children.get(labels)
+        if child is None:
+            child = self._children[labels] = self._metric.labels(*labels)
+        return child
+
+
 class Metrics:
     """`prefix`: first word of the metrics' names, "headrace" or "vllm"."""
 
@@ -66,8 +83,8 @@ class Metrics:
         self._make_request_metrics()
         self._make_http_metrics()
 
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"{self.prefix}:{name}", help, _LABELS, buckets=buckets, registry=self._registry)
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Labelled[Histogram]:
+        return Labelled(Histogram(f"{self.prefix}:{name}", help, _LABELS, buckets=buckets, registry=self._registry))
 
     def _make_request_metrics(self) -> None:
         make = self._histogram
@@ -90,8 +107,10 @@ class Metrics:
         self.computed = make(
             "request_prefill_kv_computed_tokens", "Prompt tokens that the prefix cache did not answer", TOKEN_BUCKETS
         )
-        self.success = Counter(
-            f"{self.prefix}:request_success", "Choices ended, by how", (*_LABELS, "finished_reason"), registry=self._registry
+        self.success = Labelled(
+            Counter(
+                f"{self.prefix}:request_success", "Choices ended, by how", (*_LABELS, "finished_reason"), registry=self._registry
+            )
         )
         self.rejections = Counter(
             f"{self.prefix}:admission_rejections",
@@ -103,15 +122,21 @@ class Metrics:
     def _make_http_metrics(self) -> None:
         route = ("handler", "method")
         registry = self._registry
-        self.http_requests = Counter("http_requests", "HTTP requests", (*route, "status"), registry=registry)
-        self.http_duration = Histogram(
-            "http_request_duration_seconds", "Seconds to the end of the response", route, buckets=HTTP_BUCKETS, registry=registry
+        self.http_requests = Labelled(Counter("http_requests", "HTTP requests", (*route, "status"), registry=registry))
+        self.http_duration = Labelled(
+            Histogram(
+                "http_request_duration_seconds",
+                "Seconds to the end of the response",
+                route,
+                buckets=HTTP_BUCKETS,
+                registry=registry,
+            )
         )
-        self.http_request_size = Histogram(
-            "http_request_size_bytes", "Request bodies", ("handler",), buckets=BODY_BUCKETS, registry=registry
+        self.http_request_size = Labelled(
+            Histogram("http_request_size_bytes", "Request bodies", ("handler",), buckets=BODY_BUCKETS, registry=registry)
         )
-        self.http_response_size = Histogram(
-            "http_response_size_bytes", "Response bodies", ("handler",), buckets=BODY_BUCKETS, registry=registry
+        self.http_response_size = Labelled(
+            Histogram("http_response_size_bytes", "Response bodies", ("handler",), buckets=BODY_BUCKETS, registry=registry)
         )
         self.in_flight = Gauge(
             f"{self.prefix}:api_requests_in_flight", "HTTP requests being answered", registry=registry, multiprocess_mode="livesum"

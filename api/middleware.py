@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from contextlib import suppress
 
@@ -14,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.connection import event_writer
 from api.errors import ApiError, PayloadTooLarge, error_response
-from api.identity import REQUEST_ID_HEADER, is_safe_id
+from api.identity import REQUEST_ID_HEADER, is_safe_id, random_digits
 from api.metrics import Metrics
 
 logger = logging.getLogger("headrace.api")
@@ -68,7 +67,7 @@ class _Exchange:
 
     def __init__(self, scope: Scope, send: Send, id_header: bool) -> None:
         given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-        self.request_id = given if is_safe_id(given) else secrets.token_hex(16)
+        self.request_id = given if is_safe_id(given) else random_digits(32)
         self.status = 0
         self._num_bytes = 0
         self._writer = event_writer(scope)

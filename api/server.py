@@ -31,7 +31,7 @@ logger = logging.getLogger("headrace.api")
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 5  # of an idle HTTP connection
 LAST_WORDS_SECONDS = 5  # for aborted streams to send their end
-COLLECT_AFTER = 10_000  # objects more than were freed; Python's own number is 700
+COLLECT_AFTER = 50_000  # objects more than were freed; Python's own number is 700
 WANTED_FILES = 65535  # open connections are open files
 
 
