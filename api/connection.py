@@ -15,11 +15,13 @@ EXTENSION = "headrace.events"  # of ASGI scopes
 class EventWriter:
     """Writes pieces of one chunked response (RFC 9112, section 7.1) and never waits: what is not `ready` is to be sent as usual."""
 
-    __slots__ = ("_cycle", "num_bytes")
+    __slots__ = ("_cycle", "_flow", "_write", "num_bytes")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self.num_bytes = 0
         self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
 
     @property
     def ready(self) -> bool:
@@ -28,7 +30,7 @@ class EventWriter:
         return (
             cycle.response_started
             and cycle.chunked_encoding is True
-            and not cycle.flow.write_paused
+            and not self._flow.write_paused
             and not cycle.disconnected
             and not cycle.response_complete
         )
@@ -36,7 +38,7 @@ class EventWriter:
     def write(self, piece: bytes) -> None:
         """Only when `ready`."""
         self.num_bytes += len(piece)
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        self._write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
 class Connection(HttpToolsProtocol):

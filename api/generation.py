@@ -59,8 +59,8 @@ class GenerationObserver(Protocol):
 
     def opened(self, generation: Generation) -> None: ...
 
-    def output(self, generation: Generation, previous: float, now: float) -> None:
-        """Tokens arrived; `previous` is when the last ones did, 0.0 for the first."""
+    def first_output(self, generation: Generation, now: float) -> Callable[[float], None]:
+        """The first tokens arrived. What is returned is called with the seconds between any two outputs that follow."""
         ...
 
     def choice_ended(self, generation: Generation, index: int, reason: FinishReason) -> None: ...
@@ -98,6 +98,7 @@ class Generation:
         self.finals: dict[int, FinishedOutput] = {}  # by prompt: the engine's word on the last of its choices
         self.reasons: dict[int, FinishReason] = {}  # by choice, as it ended
         self._echoes_logprobs = task.stream and task.echo
+        self._observe_gap: Callable[[float], None]
         self._held: dict[int, list[ChoiceOutput]] = {}  # by prompt
         observer.opened(self)
 
@@ -163,7 +164,7 @@ class Generation:
         """The text of a token that does not become one of `outputs`."""
         self.usage.completion_tokens += 1
         now = time.time()
-        self._observer.output(self, self.last_output, now)
+        self._observe_gap(now - self.last_output)
         self.last_output = now
         return self._assemblers[0].take_plain(token_id)
 
@@ -244,8 +245,11 @@ class Generation:
         for output in outputs:
             if output.token_ids:
                 now = time.time()
-                self._observer.output(self, self.last_output, now)
-                self.first_output = self.first_output or now
+                if self.first_output:
+                    self._observe_gap(now - self.last_output)
+                else:
+                    self.first_output = now
+                    self._observe_gap = self._observer.first_output(self, now)
                 self.last_output = now
                 return
 

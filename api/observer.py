@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from api.generation import Generation
-from api.metrics import Metrics, Tally
+from api.metrics import Metrics
 from engine.protocol import FinishReason
 
 logger = logging.getLogger("headrace.request")
@@ -18,7 +19,6 @@ class RequestObserver:
     def __init__(self, metrics: Metrics) -> None:
         self.open: set[Generation] = set()
         self._metrics = metrics
-        self._gaps: dict[Generation, Tally] = {}  # of those that have had a token
 
     def opened(self, generation: Generation) -> None:
         self.open.add(generation)
@@ -28,13 +28,10 @@ class RequestObserver:
             self._metrics.prompt_len.labels(*labels).observe(len(prompt.token_ids))
             self._metrics.max_tokens.labels(*labels).observe(sampling.max_tokens)
 
-    def output(self, generation: Generation, previous: float, now: float) -> None:
-        if previous:
-            self._gaps[generation].observe(now - previous)
-        else:
-            labels = _labels(generation)
-            self._metrics.ttft.labels(*labels).observe(now - generation.arrival)
-            self._gaps[generation] = self._metrics.gaps(labels)
+    def first_output(self, generation: Generation, now: float) -> Callable[[float], None]:
+        labels = _labels(generation)
+        self._metrics.ttft.labels(*labels).observe(now - generation.arrival)
+        return self._metrics.gaps(labels).observe
 
     def choice_ended(self, generation: Generation, index: int, reason: FinishReason) -> None:
         self._metrics.choice_ended(*_labels(generation), reason)
@@ -42,8 +39,8 @@ class RequestObserver:
     def closed(self, generation: Generation) -> None:
         """Aborted requests are in every histogram that they have a number for."""
         self.open.discard(generation)
-        if (gaps := self._gaps.pop(generation, None)) is not None:
-            gaps.tell()
+        if generation.first_output:
+            self._metrics.gaps(_labels(generation)).tell()
         now = time.time()
         labels, n = _labels(generation), generation.task.n
         for place, prompt in enumerate(generation.task.prompts):

@@ -16,17 +16,17 @@ from api.sse import encode_json
 class Shortcut:
     """Called with each token that the response task would else be woken for. False: the task must take it."""
 
-    __slots__ = ("_after", "_before", "_generation", "_writer")
+    __slots__ = ("_after", "_before", "_take", "_writer")
 
     def __init__(self, generation: Generation, ends: tuple[bytes, bytes], writer: EventWriter) -> None:
-        self._generation = generation
+        self._take = generation.take_plain
         self._before, self._after = ends
         self._writer = writer
 
     def __call__(self, token_id: int) -> bool:
         if not self._writer.ready:
             return False
-        if text := self._generation.take_plain(token_id):
+        if text := self._take(token_id):
             self._writer.write(self._before + encode_json(text) + self._after)
         return True
 

@@ -43,6 +43,7 @@ from engine.protocol import (
     decode_client_message,
     decode_column,
 )
+from engine.stream import FIRST_PROBE_SECONDS
 from engine.stream import ChoiceDelta as ChoiceDelta
 from engine.stream import RequestStream as RequestStream
 from engine.stream import RequestUpdate as RequestUpdate
@@ -304,7 +305,8 @@ class AsyncClient:
         for handle, choice, offset, token_id in zip(*columns, strict=True):
             stream = self._streams.get(handle)
             if stream is not None:
-                stream.heard(now)
+                stream.last_heard = now  # as `heard` does, which is called for everything but tokens
+                stream.probe_interval = FIRST_PROBE_SECONDS
                 told = logprobs.get((handle, choice, offset)) if logprobs else None
                 if not stream.take_token(choice, offset, token_id, told):
                     gaps.add(handle)
