@@ -35,10 +35,11 @@ class EventWriter:
             and not cycle.response_complete
         )
 
-    def write(self, piece: bytes) -> None:
-        """Only when `ready`."""
-        self.num_bytes += len(piece)
-        self._write(b"%x\r\n%b\r\n" % (len(piece), piece))
+    def write(self, before: bytes, middle: bytes = b"", after: bytes = b"") -> None:
+        """One piece out of three, put together once. Only when `ready`."""
+        num_bytes = len(before) + len(middle) + len(after)
+        self.num_bytes += num_bytes
+        self._write(b"%x\r\n%b%b%b\r\n" % (num_bytes, before, middle, after))
 
 
 class Connection(HttpToolsProtocol):

@@ -27,7 +27,7 @@ class Shortcut:
         if not self._writer.ready:
             return False
         if text := self._take(token_id):
-            self._writer.write(self._before + encode_json(text) + self._after)
+            self._writer.write(self._before, encode_json(text), self._after)
         return True
 
 

@@ -1,6 +1,6 @@
 """What an API server process costs a token: headrace's, and vLLM's beside it, both fed the same recorded engine outputs.
 
-    python -m benchmarks.frontend [MODEL] [--peers-dir DIR] [--streams 256] [--tokens 128] [--requests 2] [--rounds 3]
+    python -m benchmarks.frontend [MODEL] [--peers-dir DIR] [--streams 256] [--tokens 256] [--requests 2] [--rounds 3]
 
 Streams of completions run side by side, each the next as soon as one ends. Everything but the model is real: Redis, engine,
 scheduler, API server; a recording of English text, by MODEL's tokenizer, stands where the model was (`benchmarks/replay/`). A
@@ -204,7 +204,7 @@ def vllm(model: Path, recording: Path, options: argparse.Namespace) -> Iterator[
     python = f"{options.peers_dir}/vllm/bin/python"
     flags = f"--served-model-name {NAME} --max-model-len 1024 --max-num-seqs {options.streams} --max-num-batched-tokens 8192"
     command = [python, str(ROOT / "benchmarks/replay/vllm_server.py"), "--model", str(model), "--host", "127.0.0.1"]
-    command += ["--port", "{port}", *flags.split(), "--no-async-scheduling", "--disable-uvicorn-access-log"]
+    command += ["--port", "{port}", *flags.split(), "--no-async-scheduling"]
     with running(Server("vllm", command, {**peer.environment, **environment})) as at:
         yield Fed("vllm", port_of(at.url), at.root, gate)
 
@@ -261,7 +261,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", help="a model directory or a GGUF file, for its tokenizer; default: the demo model")
     parser.add_argument("--peers-dir", type=Path)
     parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=128, help="of each request's output")
+    parser.add_argument("--tokens", type=int, default=256, help="of each request's output")
     parser.add_argument("--requests", type=int, default=2, help="of each stream, one after the other")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=("headrace", "vllm"))
