@@ -1,6 +1,6 @@
 """What an API server process costs a token: headrace's, and vLLM's beside it, both fed the same recorded engine outputs.
 
-    python -m benchmarks.frontend [MODEL] [--peers-dir DIR] [--streams 256] [--tokens 256] [--requests 2] [--rounds 3]
+    python -m benchmarks.frontend [MODEL] [--peers-dir DIR] [--streams 256] [--tokens 512] [--requests 1] [--rounds 3]
 
 Streams of completions run side by side, each the next as soon as one ends. Everything but the model is real: Redis, engine,
 scheduler, API server; a recording of English text, by MODEL's tokenizer, stands where the model was (`benchmarks/replay/`). A
@@ -261,8 +261,8 @@ def main() -> None:
     parser.add_argument("model", nargs="?", help="a model directory or a GGUF file, for its tokenizer; default: the demo model")
     parser.add_argument("--peers-dir", type=Path)
     parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=256, help="of each request's output")
-    parser.add_argument("--requests", type=int, default=2, help="of each stream, one after the other")
+    parser.add_argument("--tokens", type=int, default=512, help="of each request's output")
+    parser.add_argument("--requests", type=int, default=1, help="of each stream, one after the other")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=("headrace", "vllm"))
     options = parser.parse_args()
