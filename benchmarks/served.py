@@ -216,7 +216,8 @@ def put_under(load: Load, server: Server, at: Running, tokenizer: Path, generato
             "backend": "openai", "base-url": at.url, "endpoint": "/v1/completions", "model": MODEL_NAME, "seed": seed,
             "tokenizer": tokenizer, "dataset-name": "random", "random-input-len": load.prompt, "random-output-len": load.output,
             "random-prefix-len": load.prefix, "random-range-ratio": 0, "temperature": 0, "num-prompts": load.requests,
-            "max-concurrency": load.concurrency, "ready-check-timeout-sec": 0, "result-dir": folder, "result-filename": "run.json",
+            "max-concurrency": load.concurrency, "ready-check-timeout-sec": 0, "header": "Connection=close",
+            "result-dir": folder, "result-filename": "run.json",
         }  # fmt: skip
         flags = ["--ignore-eos", "--disable-tqdm", "--save-result", "--save-detailed"]
         command = [str(generator), "bench", "serve", *(f"--{name}={value}" for name, value in options.items()), *flags]

@@ -65,7 +65,7 @@ class CacheConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "type of keys and values; auto: float16 where the CPU computes with float16 or int8 weights, else the activations' type",
+        "type of keys and values; auto: float16 where the CPU's weights are float16 or quantized, else the activations' type",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of a size in bytes")

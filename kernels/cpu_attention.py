@@ -56,6 +56,14 @@ def _seen(position, window, width):
 
 
 @numba.njit(inline="always")
+def _seen_by_any(first, last, window, width):
+    """First and end of what queries at positions first..last of a span see of it together."""
+    low, _ = _seen(first, window, width)
+    _, high = _seen(last, window, width)
+    return low, high
+
+
+@numba.njit(inline="always")
 def _exponentiate(x):
     """Over several rows at once, of a length unknown to LLVM, which would unroll a short one into scalars."""
     for i in range(len(x)):
@@ -100,8 +108,8 @@ def make_attend(head_dim: int, block_size: int) -> Callable[..., None]:
             num_rows = num_tokens * group  # of a key-value head
             shift = context_lens[request] - query_start[request + 1]  # position of a token = its index + shift
             first_seen = max(0, first + shift - window + 1) if window > 0 else 0
-            # Few tokens take all heads of a span before the next span: a block's heads lie side by side in memory, which then
-            # comes in order. Many tokens take a head's spans first, whose keys and values stay in the cache meanwhile.
+            # Few tokens take all heads at once: a block's heads lie side by side in memory, which then comes in order. Many take
+            # one head after the other, whose rows stay in the cache meanwhile.
             heads_at_once = num_kv_heads if num_tokens * num_kv_heads <= most_rows // group else 1
             for first_head in range(0, num_kv_heads, heads_at_once):
                 for row in range(heads_at_once * num_rows):
@@ -116,22 +124,19 @@ def make_attend(head_dim: int, block_size: int) -> Callable[..., None]:
                     unseeing = 0
                     if window == 0:  # queries before the span see nothing of it
                         unseeing = max(0, -start) * group
-                    for head in range(heads_at_once):
-                        row = head * num_rows + unseeing
-                        while row < (head + 1) * num_rows:
-                            count = min(4, (head + 1) * num_rows - row)
-                            position = start + (row - head * num_rows) // group  # of the first of these rows
-                            offset = (row - head * num_rows) % group
-                            lowest, top = width, 0  # the tokens that any of them sees: what others left there may be NaN
-                            for r in range(count):
-                                low, high = _seen(position + (offset + r) // group, window, width)
-                                if low < high:
-                                    lowest, top = min(lowest, low), max(top, high)
-                            first_block, end_block = lowest // block_size, (top + block_size - 1) // block_size
-                            for index in range(first_block, end_block):
-                                keys = key_cache[block_table[span * blocks + index], first_head + head]
+                    lowest, top = _seen_by_any(start + unseeing // group, start + num_tokens - 1, window, width)
+                    end_block = (top + block_size - 1) // block_size
+                    for index in range(lowest // block_size, end_block):
+                        keys_of_heads = key_cache[block_table[span * blocks + index]]
+                        for head in range(heads_at_once):
+                            row, end_row = head * num_rows + unseeing, (head + 1) * num_rows
+                            while row < end_row:
+                                count = min(4, end_row - row)
                                 place = row * width + index * block_size
-                                if count == 4:
+                                keys = keys_of_heads[first_head + head]
+                                if start + (row - head * num_rows + count - 1) // group < index * block_size:
+                                    pass  # these queries stand before the block
+                                elif count == 4:
                                     scores4(all_scores, place, width, queries, row, keys, head_dim, block_size)
                                 elif count == 3:
                                     scores3(all_scores, place, width, queries, row, keys, head_dim, block_size)
@@ -139,18 +144,29 @@ def make_attend(head_dim: int, block_size: int) -> Callable[..., None]:
                                     scores2(all_scores, place, width, queries, row, keys, head_dim, block_size)
                                 else:
                                     scores1(all_scores, place, width, queries, row, keys, head_dim, block_size)
-                            for r in range(count):
-                                low, high = _seen(position + (offset + r) // group, window, width)
-                                _subtract_highest(scores, weighted, highest, sums, row + r, low, high, soft_cap, head_dim, width)
-                            _exponentiate(all_scores[row * width : (row + count) * width])
-                            for r in range(count):
-                                low, high = _seen(position + (offset + r) // group, window, width)
-                                _add_weights(scores, sums, row + r, low, high, width)
-                            for index in range(first_block, end_block):
-                                values = value_cache[block_table[span * blocks + index], first_head + head]
+                                row += count
+                    for head in range(heads_at_once):
+                        row, end_row = head * num_rows + unseeing, (head + 1) * num_rows
+                        for r in range(row, end_row):
+                            low, high = _seen(start + (r - head * num_rows) // group, window, width)
+                            _subtract_highest(scores, weighted, highest, sums, r, low, high, soft_cap, head_dim, width)
+                        _exponentiate(all_scores[row * width : end_row * width])
+                        for r in range(row, end_row):
+                            low, high = _seen(start + (r - head * num_rows) // group, window, width)
+                            _add_weights(scores, sums, r, low, high, width)
+                    for index in range(lowest // block_size, end_block):
+                        values_of_heads = value_cache[block_table[span * blocks + index]]
+                        for head in range(heads_at_once):
+                            row, end_row = head * num_rows + unseeing, (head + 1) * num_rows
+                            while row < end_row:
+                                count = min(4, end_row - row)
+                                from_first, from_last = row - head * num_rows, row - head * num_rows + count - 1
+                                # only tokens that some of these rows see: what others left in the block may be NaN
+                                low, high = _seen_by_any(start + from_first // group, start + from_last // group, window, width)
+                                low = max(0, low - index * block_size)
+                                high = min(block_size, high - index * block_size)
                                 place = row * width + index * block_size
-                                low = max(0, lowest - index * block_size)
-                                high = min(block_size, top - index * block_size)
+                                values = values_of_heads[first_head + head]
                                 if count == 4:
                                     add_weighted4(weighted, row, all_scores, place, width, values, low, high, head_dim)
                                 elif count == 3:
@@ -159,7 +175,7 @@ def make_attend(head_dim: int, block_size: int) -> Callable[..., None]:
                                     add_weighted2(weighted, row, all_scores, place, width, values, low, high, head_dim)
                                 else:
                                     add_weighted1(weighted, row, all_scores, place, width, values, low, high, head_dim)
-                            row += count
+                                row += count
                 for row in range(heads_at_once * num_rows):
                     token, head = first + row % num_rows // group, (first_head + row // num_rows) * group + row % group
                     for d in range(head_dim):
