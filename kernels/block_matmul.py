@@ -218,14 +218,18 @@ class _BlockKind:
             yield chunk + self.chunks, [builder.and_(each, low) for each in high]
 
 
-_tile1, _tile2, _tile3, _tile4, _tile5, _tile6 = (_make_tile(rows) for rows in range(1, 7))
+_tile1, _tile2, _tile3, _tile4, _tile5, _tile6, _tile7, _tile8 = (_make_tile(rows) for rows in range(1, 9))
 
 
 @numba.njit(cache=True, nogil=True)
 def _tile(rows, out, place, stride, x, sums, row, codes, scales, panel, ahead, lines, bits, block_size):
     blocks = codes.shape[1]
     if bits == 4:
-        if WIDE and rows == 6:
+        if WIDE and rows == 8:
+            _tile8(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
+        elif WIDE and rows == 7:
+            _tile7(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
+        elif WIDE and rows == 6:
             _tile6(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
         elif WIDE and rows == 5:
             _tile5(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
@@ -238,7 +242,11 @@ def _tile(rows, out, place, stride, x, sums, row, codes, scales, panel, ahead, l
         else:
             _tile1(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
     elif block_size == 32:
-        if WIDE and rows == 6:
+        if WIDE and rows == 8:
+            _tile8(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
+        elif WIDE and rows == 7:
+            _tile7(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
+        elif WIDE and rows == 6:
             _tile6(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
         elif WIDE and rows == 5:
             _tile5(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
@@ -251,7 +259,11 @@ def _tile(rows, out, place, stride, x, sums, row, codes, scales, panel, ahead, l
         else:
             _tile1(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
     else:
-        if WIDE and rows == 6:
+        if WIDE and rows == 8:
+            _tile8(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)
+        elif WIDE and rows == 7:
+            _tile7(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)
+        elif WIDE and rows == 6:
             _tile6(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)
         elif WIDE and rows == 5:
             _tile5(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)

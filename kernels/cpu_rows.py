@@ -14,10 +14,12 @@ import numpy as np
 from kernels.cpu_ir import features
 
 WIDE = "avx512f" in features()  # 32 registers of 16 lanes; else 16 of 8
-HALF_PANEL = 64 if WIDE else 16  # columns
-BLOCK_PANEL = 32 if WIDE else 16
-HALF_ROWS = 6  # of a tile, at most
-BLOCK_ROWS = 6 if WIDE else 3
+# Of a tile as much as the registers hold, and rather rows than columns: eight decodes then are one tile, and read the weights while
+# they compute; two tiles would read them with the first and compute without reading with the second.
+HALF_PANEL = 48 if WIDE else 16  # columns
+HALF_ROWS = 8 if WIDE else 6  # at most
+BLOCK_PANEL = 16
+BLOCK_ROWS = 8 if WIDE else 3
 
 
 def num_panels(columns: int, width: int) -> int:

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from kernels.cpu_ir import FLOAT, LANES, at, int64, integers, load_wide, multiply_add, pointers, prefetch, splat, store
 from kernels.cpu_math import widen
-from kernels.cpu_rows import HALF_PANEL, HALF_ROWS, copy_tile, num_panels, tile_rows
+from kernels.cpu_rows import HALF_PANEL, HALF_ROWS, WIDE, copy_tile, num_panels, tile_rows
 from kernels.cpu_threads import for_ranges
 
 PANEL = HALF_PANEL
@@ -91,13 +91,17 @@ def _make_tile(num_rows: int) -> Callable[..., Any]:
     return tile
 
 
-_tile1, _tile2, _tile3, _tile4, _tile5, _tile6 = (_make_tile(rows) for rows in range(1, HALF_ROWS + 1))
+_tile1, _tile2, _tile3, _tile4, _tile5, _tile6, _tile7, _tile8 = (_make_tile(rows) for rows in range(1, 9))
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
 def _tile(rows, out, place, stride, x, first, weights, panel, ahead, share):
     in_features = weights.shape[1]
-    if rows == 6:
+    if WIDE and rows == 8:
+        _tile8(out, place, stride, x, first, weights, panel, ahead, share, in_features)
+    elif WIDE and rows == 7:
+        _tile7(out, place, stride, x, first, weights, panel, ahead, share, in_features)
+    elif rows == 6:
         _tile6(out, place, stride, x, first, weights, panel, ahead, share, in_features)
     elif rows == 5:
         _tile5(out, place, stride, x, first, weights, panel, ahead, share, in_features)
