@@ -36,13 +36,18 @@ class Part:
     last_tokens: torch.Tensor  # [num_sampled] int64: the tokens, counted from the part's first, whose logits are wanted
 
 
+def most_parts(step: Step, num_threads: int) -> int:
+    """Into how many parts, at most `num_threads`, the step may be cut."""
+    return max(1, min(num_threads, int(step.query_start[-1]) // FEWEST_TOKENS))
+
+
 def split(step: Step, num_parts: int, shares_kv: bool) -> list[Part]:
     """At most `num_parts` parts of about equal numbers of tokens.
 
     shares_kv: a request may read KV that another one, before it, writes in this step.
     """
     total = int(step.query_start[-1])
-    num_parts = max(1, min(num_parts, total // FEWEST_TOKENS))
+    num_parts = most_parts(step, num_parts)
     last_tokens = step.last_tokens
     if num_parts == 1:
         return [Part(slice(0, total), step.attention, torch.from_numpy(last_tokens))]

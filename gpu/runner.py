@@ -12,6 +12,7 @@ import torch
 from gpu import machine
 from gpu.batch import OVERRUN, Batch, Step
 from gpu.config import Capacity, WorkerConfig
+from gpu.cores import Cores
 from gpu.cuda_graphs import PaddedDecode, make_graphs
 from gpu.distributed import TensorParallelGroup
 from gpu.errors import CheckpointError
@@ -20,7 +21,7 @@ from gpu.linear import DTYPES, Numerics
 from gpu.machine import compute_threads
 from gpu.models import load_model
 from gpu.packed import open_weights, packed_identity
-from gpu.parts import Part, Team, split
+from gpu.parts import Part, Team, most_parts, split
 from gpu.plan import Int32Array, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
 from gpu.profile import Profiler
 from gpu.sampler import Sampler, top_logprobs
@@ -51,6 +52,7 @@ class ModelRunner:
         num_threads = num_compute_threads(self.config)
         in_parts = self.device.type == "cpu" and self.group.size == 1  # ranks exchange sums, which must keep one order
         self.team = Team(num_threads if in_parts else 1)
+        self.cores = Cores(machine.available_cores())
         torch.set_num_threads(1 if in_parts else num_threads)
         cpu_threads.set_num_threads(1 if in_parts else num_threads)
         self.fingerprint = self._fingerprint()
@@ -109,7 +111,8 @@ class ModelRunner:
         """(hidden states of the tokens, logits of the sampling ones), by parts in the order of tokens."""
         if self.decode is not None and (shape := self.decode.shape_of(step)) is not None:
             return [self.decode(step, shape)]
-        return self.team.map(lambda part: self._compute(step, part), split(step, self.team.size, shares_kv))
+        with self.cores.claim(most_parts(step, self.team.size)) as threads:
+            return self.team.map(lambda part: self._compute(step, part), split(step, threads, shares_kv))
 
     def _compute(self, step: Step, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """(hidden states of the part's tokens, logits of its sampling ones)."""

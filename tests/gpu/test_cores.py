@@ -1,0 +1,78 @@
+"""Cores lent between engines: who is alone has all, who is not has one, and the dead hold none."""
+
+import multiprocessing
+import os
+
+import pytest
+
+from gpu.cores import Cores
+
+
+@pytest.fixture
+def make_cores(tmp_path):
+    made = []
+
+    def make(count=2, folder=tmp_path / "cores"):
+        made.append(Cores(count, folder))
+        return made[-1]
+
+    yield make
+    for cores in made:
+        cores.close()
+
+
+def test_who_is_alone_has_all(make_cores):
+    mine, theirs = make_cores(), make_cores()
+    for _ in range(3):
+        with mine.claim(2) as threads:
+            assert threads == 2
+        with theirs.claim(2) as threads:
+            assert threads == 2
+
+
+def test_beside_a_busy_engine_there_is_one_core(make_cores):
+    mine, theirs = make_cores(), make_cores()
+    with theirs.claim(1) as decode, mine.claim(2) as prompt:
+        assert (decode, prompt) == (1, 1)
+    with mine.claim(2) as prompt:
+        assert prompt == 2
+
+
+def test_a_step_that_finds_none_still_runs(make_cores):
+    mine, theirs = make_cores(), make_cores()
+    with mine.claim(2), theirs.claim(2) as threads:
+        assert threads == 1
+
+
+def test_no_more_than_wanted_is_held(make_cores):
+    mine, theirs = make_cores(8), make_cores(8)
+    with mine.claim(3) as three, theirs.claim(8) as five:
+        assert (three, five) == (3, 5)
+
+
+def test_an_error_in_the_step_gives_them_back(make_cores):
+    mine, theirs = make_cores(), make_cores()
+    with pytest.raises(RuntimeError), mine.claim(2):
+        raise RuntimeError("the step failed")
+    with theirs.claim(2) as threads:
+        assert threads == 2
+
+
+def test_a_killed_engine_holds_none(make_cores, tmp_path):
+    def die_in_a_step():
+        with Cores(2, tmp_path / "cores").claim(2) as threads:
+            os._exit(threads)
+
+    process = multiprocessing.get_context("fork").Process(target=die_in_a_step)
+    process.start()
+    process.join()
+    assert process.exitcode == 2
+    with make_cores().claim(2) as threads:
+        assert threads == 2
+
+
+def test_without_the_folder_every_step_has_what_it_wants(tmp_path, make_cores, caplog):
+    (tmp_path / "file").write_text("")
+    with make_cores(folder=tmp_path / "file").claim(2) as threads:
+        assert threads == 2
+    assert "busy" in caplog.text
