@@ -6,6 +6,8 @@ that. Nothing of it is needed while a response is under way and its socket takes
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -32,6 +34,7 @@ class EventWriter:
             and cycle.chunked_encoding is True
             and not self._flow.write_paused
             and not cycle.disconnected
+            and not cycle.transport.is_closing()
             and not cycle.response_complete
         )
 
@@ -43,10 +46,26 @@ class EventWriter:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol, whose scopes have an `EventWriter`."""
+    """uvicorn's protocol, whose scopes have an `EventWriter`, and which tells every response that its client is gone."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._unfinished: list[RequestResponseCycle] = []
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """uvicorn tells the request that came last; before it, in a pipeline, others may be under way."""
+        super().connection_lost(exc)
+        for cycle in self._unfinished:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._unfinished.clear()
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        self._unfinished = [cycle for cycle in self._unfinished if not cycle.response_complete]
+        if self.cycle is not None:
+            self._unfinished.append(self.cycle)
         if self.cycle is not None and self.cycle.scope is self.scope:  # not where another protocol takes over
             scope: Scope = self.scope  # type: ignore[assignment]
             scope["extensions"] = {EXTENSION: EventWriter(self.cycle)}

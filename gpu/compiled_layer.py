@@ -1,4 +1,4 @@
-"""A decoder layer on the CPU in compiled calls, for steps in which Python would take longer than arithmetic."""
+"""A decoder layer on the CPU in compiled calls: where a step has few tokens, Python would take longer than arithmetic."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class CompiledLayer:
         attention, mlp = layer.attention, layer.mlp
         self._layer = layer
         self._num_heads, self._num_kv_heads, self._head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        self._qkv, self._output = _weights(attention.qkv), _weights(attention.output.linear)
-        self._gate_up, self._down = _weights(mlp.gate_up), _weights(mlp.down.linear)
+        self._qkv, self._output = _operands(attention.qkv), _operands(attention.output.linear)
+        self._gate_up, self._down = _operands(mlp.gate_up), _operands(mlp.down.linear)
         self._intermediate = mlp.intermediate_size
         self._norm = (layer.input_norm.weight.numpy(), np.float32(layer.input_norm.epsilon))
         self._post_norm = (layer.post_attention_norm.weight.numpy(), np.float32(layer.post_attention_norm.epsilon))
@@ -36,7 +36,7 @@ class CompiledLayer:
         """Whether the layer is made of nothing else than what is compiled here."""
         attention, mlp = layer.attention, layer.mlp
         linears = (attention.qkv, attention.output.linear, mlp.gate_up, mlp.down.linear)
-        plain = all(isinstance(linear, HalfLinear | BlockLinear) and linear.is_plain for linear in linears)
+        plain = all(isinstance(linear, HalfLinear | BlockLinear) and linear.is_compilable for linear in linears)
         return plain and attention.output.group.size == 1 and attention.query_norm is None
 
     def __call__(
@@ -64,7 +64,7 @@ class CompiledLayer:
         return hidden
 
 
-def _weights(linear: Linear) -> tuple[np.ndarray, np.ndarray, int, int]:
+def _operands(linear: Linear) -> tuple[np.ndarray, np.ndarray, int, int]:
     """What `kernels.cpu_layer.project` takes."""
     assert isinstance(linear, HalfLinear | BlockLinear)
-    return linear.arrays
+    return linear.operands

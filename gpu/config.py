@@ -84,7 +84,9 @@ class ParallelConfig:
         "mp", "mp: a process a rank; uni: the worker lives in the engine's process", choices=("mp", "uni")
     )
     num_threads: int = option(
-        0, "compute threads a worker; 0: the cores, shared among engines and ranks; one engine leaves one to the front end"
+        0,
+        "compute threads a worker; 0: on two cores both, for each engine; on more the cores, shared among engines and ranks, of "
+        "which one engine leaves one to the front end",
     )
 
 

@@ -1,8 +1,8 @@
-"""Cores that engines of one machine lend each other: a step takes more than one thread only where cores stand idle.
+"""Cores that engines of one machine lend each other: a step is cut into parts only where cores stand idle.
 
 Two engines on two cores each compute in one thread while both are busy, as four threads would take each other's time slices; an
 engine that is alone with a long prompt has both for it. A core is a file, who has locked it the one that uses it, and the dead hold
-no locks.
+no locks. A step in one piece asks nobody: its threads, where there are more than two, work inside its operations (gpu.parts.Team).
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ logger = logging.getLogger(__name__)
 
 
 class Cores:
-    """The machine's cores as files in a folder that all of a user's engines know."""
+    """This process's cores, by their numbers, as files in a folder that all of a user's engines know.
+
+    `count`: how many at least, where more threads than cores are asked for.
+    """
 
     def __init__(self, count: int, folder: Path | None = None) -> None:
-        self.count = count
+        numbers = sorted(os.sched_getaffinity(0))
+        names = [f"core-{number}" for number in numbers] + [f"more-{number}" for number in range(count - len(numbers))]
         try:
-            self._files = _open_files(folder or _shared_folder(), count)
+            self._files = _open_files(folder or _shared_folder(), names)
         except OSError as error:  # then every step takes what it wants
             logger.warning("engines cannot tell each other which cores are busy: %s", error)
             self._files = []
@@ -62,11 +66,14 @@ def _is_free(file: int) -> bool:
     return True
 
 
-def _open_files(folder: Path, count: int) -> list[int]:
+def _open_files(folder: Path, names: list[str]) -> list[int]:
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} is somebody else's")
-    return [os.open(folder / f"core-{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for number in range(count)]
+    files = [os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for name in names]
+    for file in files:
+        os.utime(file)  # who tidies the folder up takes old files first
+    return files
 
 
 def _shared_folder() -> Path:

@@ -105,8 +105,13 @@ class HalfLinear:
     def __init__(self, packed: PackedMatrix, bias: torch.Tensor | None) -> None:
         self._panels, self._out_features = packed.arrays["panels"], packed.out_features
         self._bias = bias
-        self.is_plain = bias is None
-        self.arrays = (self._panels, self._panels, 16, 1)  # as kernels.cpu_layer.project takes them
+        self.is_compilable = bias is None
+        self.operands = (
+            self._panels,
+            self._panels,
+            16,
+            1,
+        )  # as kernels.cpu_layer.project takes them
         self.num_bytes = packed.num_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,8 +128,13 @@ class BlockLinear:
         self._blocks = PackedBlocks(packed.arrays["codes"], packed.arrays["scales"], packed.bits, packed.block_size)
         self._in_features, self._out_features = packed.in_features, packed.out_features
         self._bias = bias
-        self.is_plain = bias is None and self._in_features == self._blocks.in_features
-        self.arrays = (self._blocks.codes, self._blocks.scales, packed.bits, packed.block_size)  # likewise
+        self.is_compilable = bias is None and self._in_features == self._blocks.in_features
+        self.operands = (
+            self._blocks.codes,
+            self._blocks.scales,
+            packed.bits,
+            packed.block_size,
+        )  # as kernels.cpu_layer.project takes them
         self.num_bytes = packed.num_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ def available_memory() -> int:
 
 
 def compute_threads(cores: int, replicas: int, ranks: int) -> int:
-    """Of a rank: its part of the cores. One engine leaves a core to the front end, which on two cores takes too little for that.
+    """Of a rank: its part of the cores. One engine leaves a core to the front end, save on two cores, where that takes too little.
 
     On two cores each of two replicas has two threads: a prompt is theirs when the other one decodes, in one thread, or is idle.
     """

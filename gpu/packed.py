@@ -13,7 +13,8 @@ import json
 import logging
 import mmap
 import os
-import shutil
+import re
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 LAYOUT_VERSION = 1  # changes with what packing makes
 MOST_MODELS = 4  # kept in a folder; the least recently used go
-_INDEX, _DATA, _LOCK = "index.json", "weights.bin", "lock"
+_NAME = re.compile(r"[0-9a-f]{32}-\d+-of-\d+\.weights")
+_LENGTH = struct.Struct("<Q")  # of the index, the file's last bytes
 
 
 @dataclass(frozen=True)
@@ -89,31 +91,75 @@ class PrivateWeights:
 
 
 class SharedWeights:
-    """Packed matrices in a folder's file, mapped. Of several processes at once one packs, the rest wait for it."""
+    """Packed matrices in a file, mapped. Of several processes at once one packs, the rest wait for it.
 
-    def __init__(self, folder: Path) -> None:
-        """Raises OSError where the folder cannot be used."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self._lock = (folder / _LOCK).open("a")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # released by the kernel when this process ends, however it ends
-        self._index: dict[str, dict[str, Any]] = self._read_index()
-        self._is_new = not self._index
+    A file has its name only when it is whole. What goes wrong with the disk costs a warning and private memory, not the start.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError where there is no file and none can be made."""
+        self._path, self._draft = path, path.with_suffix(".new")
+        self._data: IO[bytes] | None = None
+        self._lock: int | None = None
+        self._index = self._open_whole()
+        if self._index is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(path.with_suffix(".lock"))
+            self._index = self._open_whole()  # made while this process waited
+        self._is_new = self._index is None
         if self._is_new:
-            (folder / _DATA).unlink(missing_ok=True)  # who has it mapped keeps it
-        self._data: IO[bytes] = (folder / _DATA).open("w+b" if self._is_new else "rb")
-        if not self._is_new:
-            os.utime(folder)
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            self._index = {}
+            self._draft.unlink(missing_ok=True)  # of who died in the middle
+            self._data = self._draft.open("w+b")
+        else:
+            self._unlock()
 
     def matrix(self, name: str, pack: Callable[[], PackedMatrix]) -> PackedMatrix:
-        if self._is_new:
-            self._write(name, pack())
+        assert self._index is not None
+        if self._data is None:
+            return pack()
+        if name not in self._index:
+            packed = pack()
+            if not self._is_new:  # packed by another version of this program
+                return packed
+            try:
+                self._write(name, packed)
+            except OSError as error:
+                self._give_up(error)
+                return packed
         entry = dict(self._index[name])
         arrays = {key: self._map(*place) for key, place in entry.pop("arrays").items()}
         return PackedMatrix(arrays=arrays, **entry)
 
+    def close(self) -> None:
+        if self._is_new and self._data is not None:
+            try:
+                self._finish()
+            except OSError as error:
+                self._give_up(error)
+        if self._data is not None:
+            self._data.close()
+        self._unlock()
+
+    def _open_whole(self) -> dict[str, dict[str, Any]] | None:
+        """Opens the file and returns its index; None where there is none that can be read."""
+        try:
+            data = self._path.open("rb")
+        except FileNotFoundError:
+            return None
+        try:
+            index = _read_index(data)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            logger.warning("%s is damaged and made anew: %s", self._path, error)
+            data.close()
+            return None
+        self._data = data
+        with suppress(OSError):  # it may not be ours
+            os.utime(self._path)
+        return index
+
     def _write(self, name: str, packed: PackedMatrix) -> None:
+        assert self._data is not None and self._index is not None
         places = {}
         for key, array in packed.arrays.items():
             offset = -(-self._data.tell() // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
@@ -124,57 +170,99 @@ class SharedWeights:
         fields = {key: value for key, value in vars(packed).items() if key != "arrays"}
         self._index[name] = {**fields, "arrays": places}
 
+    def _finish(self) -> None:
+        """The index and its length in the end, the name, and fewer old files."""
+        assert self._data is not None
+        index = json.dumps(self._index).encode()
+        self._data.write(index + _LENGTH.pack(len(index)))
+        self._data.flush()
+        os.fsync(self._data.fileno())
+        self._draft.rename(self._path)
+        _forget_old(self._path.parent)
+
+    def _give_up(self, error: OSError) -> None:
+        """What is mapped stays; what comes is private."""
+        logger.warning("packed weights are not kept in %s: %s", self._path.parent, error)
+        self._draft.unlink(missing_ok=True)
+        if self._data is not None:
+            with suppress(OSError):  # what it has not written yet
+                self._data.close()
+        self._data = None
+        self._unlock()
+
     def _map(self, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
         """Copy on write, which nobody does: torch and numba ask for memory that may be written."""
+        assert self._data is not None
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if not size:
             return np.zeros(shape, dtype)
         mapped = mmap.mmap(self._data.fileno(), size, access=mmap.ACCESS_COPY, offset=offset)
         return np.frombuffer(mapped, dtype).reshape(shape)
 
-    def close(self) -> None:
-        if self._is_new:
-            draft = self._folder / (_INDEX + ".new")
-            draft.write_text(json.dumps(self._index))
-            os.fsync(self._data.fileno())
-            draft.rename(self._folder / _INDEX)
-            _forget_old(self._folder.parent)
-        fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process forked meanwhile would keep it
-        self._data.close()
-        self._lock.close()
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process forked meanwhile would keep it
+            os.close(self._lock)
+            self._lock = None
 
-    def _read_index(self) -> dict[str, Any]:
-        try:
-            index: dict[str, Any] = json.loads((self._folder / _INDEX).read_text())
-        except (OSError, ValueError):
-            return {}
-        places = [place for entry in index.values() for place in entry["arrays"].values()]
-        end = max(offset + int(np.prod(shape)) * np.dtype(dtype).itemsize for offset, dtype, shape in places)
-        data = self._folder / _DATA
-        return index if data.is_file() and data.stat().st_size >= end else {}
+
+def _lock(path: Path) -> int:
+    """Waits for the lock that the file is, which the kernel releases when its holder ends, however it ends."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("another process packs these weights; waiting for it")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def _read_index(data: IO[bytes]) -> dict[str, dict[str, Any]]:
+    """Raises ValueError, TypeError, KeyError or AttributeError where it is none."""
+    end = data.seek(0, os.SEEK_END)
+    data.seek(max(0, end - _LENGTH.size))
+    (length,) = _LENGTH.unpack(data.read().rjust(_LENGTH.size, b"\0"))
+    begin = end - _LENGTH.size - length
+    if begin < 0:
+        raise ValueError("it has no index")
+    data.seek(begin)
+    index: dict[str, dict[str, Any]] = json.loads(data.read(length))
+    for entry in index.values():
+        for offset, dtype, shape in entry["arrays"].values():
+            if offset + int(np.prod(shape)) * np.dtype(dtype).itemsize > begin:
+                raise ValueError("its index names more than it holds")
+    return index
 
 
 def _forget_old(folder: Path) -> None:
-    """Keeps the models used last. Who has a file mapped keeps it though its name is gone."""
-    entries = sorted(folder.iterdir(), key=lambda entry: entry.stat().st_mtime, reverse=True)
-    for entry in entries[MOST_MODELS:]:
-        with suppress(OSError):
-            shutil.rmtree(entry)
+    """Keeps the models used last; who has a file mapped keeps it though its name is gone. Touches no file that is not named so."""
+    used: dict[str, float] = {}
+    files = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    for path in files:
+        with suppress(FileNotFoundError):  # somebody else forgets too
+            used[path.name[:32]] = max(used.get(path.name[:32], 0.0), path.stat().st_mtime)
+    kept = sorted(used, key=lambda model: used[model], reverse=True)[:MOST_MODELS]
+    for path in files:
+        if path.name[:32] not in kept:
+            with suppress(OSError):
+                path.unlink()
+                path.with_suffix(".lock").unlink()
 
 
-def packed_identity(checkpoint: Checkpoint, numerics: Numerics, group: TensorParallelGroup) -> str:
-    """A name for all that packed weights depend on."""
-    parts = [checkpoint.content_hash(), checkpoint.stamp(), str(numerics), f"{group.rank} of {group.size}"]
+def packed_name(checkpoint: Checkpoint, numerics: Numerics, group: TensorParallelGroup) -> str:
+    """A file's name for all that packed weights depend on, the model's part before the rank's."""
+    parts = [checkpoint.content_hash(), checkpoint.stamp(), str(numerics)]
     parts.append(f"panels {HALF_PANEL} {BLOCK_PANEL}, layout {LAYOUT_VERSION}")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    model = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    return f"{model}-{group.rank}-of-{group.size}.weights"
 
 
-def open_weights(folder: str, identity: str) -> PrivateWeights | SharedWeights:
-    """Shared under `identity` in `folder`, or private where no folder is named or it cannot be written."""
+def open_weights(folder: str, name: str) -> PrivateWeights | SharedWeights:
+    """Shared as the file `name` in `folder`, or private where no folder is named or it cannot be written."""
     if not folder:
         return PrivateWeights()
     try:
-        return SharedWeights(Path(folder).expanduser() / identity)
+        return SharedWeights(Path(folder).expanduser() / name)
     except OSError as error:
         logger.warning("packed weights are not shared: %s", error)
         return PrivateWeights()

@@ -20,7 +20,7 @@ from gpu.kv_cache import KVCache
 from gpu.linear import DTYPES, Numerics
 from gpu.machine import compute_threads
 from gpu.models import load_model
-from gpu.packed import open_weights, packed_identity
+from gpu.packed import open_weights, packed_name
 from gpu.parts import Part, Team, most_parts, split
 from gpu.plan import Int32Array, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
 from gpu.profile import Profiler
@@ -56,7 +56,7 @@ class ModelRunner:
         torch.set_num_threads(1 if in_parts else num_threads)
         cpu_threads.set_num_threads(1 if in_parts else num_threads)
         self.fingerprint = self._fingerprint()
-        weights = open_weights(self._weights_folder(), packed_identity(self.checkpoint, self.numerics, self.group))
+        weights = open_weights(self._weights_folder(), packed_name(self.checkpoint, self.numerics, self.group))
         self.model = load_model(self.checkpoint, self.numerics, self.device, self.group, progress, weights)
         self.checkpoint.close()
 

@@ -140,7 +140,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return digest.hexdigest()
 
     def stamp(self) -> str:
-        return " ".join(str(path.stat().st_mtime_ns) for path in self._files)
+        return " ".join(_stamp(path) for path in self._files)
 
     def describe(self) -> str:
         return str(self.folder)
@@ -214,7 +214,7 @@ class GGUFCheckpoint(Checkpoint):
             ) from None
 
     def stamp(self) -> str:
-        return str(self._file.path.stat().st_mtime_ns)
+        return _stamp(self._file.path)
 
     def _read_vector(self, name: str, tensor: TensorInfo) -> torch.Tensor:
         blocks = np.frombuffer(self._file.read_rows(tensor, 0, 1), np.uint8).reshape(1, -1)
@@ -328,6 +328,12 @@ def _check_shapes(checkpoint: Checkpoint, found: dict[str, tuple[int, ...]]) -> 
             raise CheckpointError(
                 f"tensor {name} of {checkpoint.describe()} has shape {wrong}, but its configuration asks for {right}"
             )
+
+
+def _stamp(path: Path) -> str:
+    """Of a file's size and times. A copy may keep the time of its original; when it came here, no ordinary command can set."""
+    status = path.stat()
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def _sample(path: Path, size: int = 4096) -> bytes:

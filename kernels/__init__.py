@@ -2,7 +2,7 @@
 
 Numba's own cache compares the age of a kernel's file alone, not of the files whose functions it inlines, and stands beside the
 source, which an installed package may not write. So it gets a directory of ours, named by a hash of all kernel sources.
-`NUMBA_CACHE_DIR`, where set, wins.
+`NUMBA_CACHE_DIR`, where set, says where that directory is made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def _cache_directory() -> Path:
         digest.update(path.read_bytes())
     name = f"kernels-{digest.hexdigest()[:16]}"
     try:
-        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / name
+        told = os.environ.get("NUMBA_CACHE_DIR")
+        folder = Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
+        path = folder / name
         path.mkdir(parents=True, exist_ok=True)
         if os.access(path, os.W_OK):
             return path
@@ -36,5 +38,4 @@ def _cache_directory() -> Path:
     return Path(private)
 
 
-if "NUMBA_CACHE_DIR" not in os.environ:
-    numba.config.CACHE_DIR = str(_cache_directory())
+numba.config.CACHE_DIR = str(_cache_directory())

@@ -26,6 +26,7 @@ from kernels.cpu_ir import (
     FLOAT,
     INT32,
     LANES,
+    LINE,
     at,
     int64,
     integers,
@@ -43,7 +44,6 @@ from kernels.cpu_threads import for_ranges
 
 PANEL = BLOCK_PANEL
 VECTORS = PANEL // LANES  # of a panel
-LINE = 64  # bytes of the processor's cache
 GROUP = 4  # input columns that one instruction multiplies and sums
 
 
@@ -117,9 +117,10 @@ def block_rows(packed: PackedBlocks, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _make_tile(num_rows: int) -> Callable[..., Any]:
-    """tile(out, place, stride, x, sums, row, codes, scales, panel, bits, block_size): a panel's product of the `num_rows` rows that
-    begin at `row`, which `quantize_rows` packed, goes to out[place + r * stride + c]. `out`, `x`, `sums` are flat; `bits` and
-    `block_size` are constants."""
+    """tile(out, place, stride, x, sums, row, codes, scales, panel, num_blocks, ahead, lines, bits, block_size): a panel's product
+    of the `num_rows` rows that begin at `row`, which `quantize_rows` packed, goes to out[place + r * stride + c]. `out`, `x`,
+    `sums` are flat; `bits` and `block_size` are constants. While block b goes by, `lines` cache lines of `codes` from
+    ahead + b * lines on are asked for."""
 
     @intrinsic(prefer_literal=True)
     def tile(typing_context, out, place, stride, x, sums, row, codes, scales, panel, num_blocks, ahead, lines, bits, block_size):
@@ -143,7 +144,7 @@ def _make_tile(num_rows: int) -> Callable[..., Any]:
                 block_sums = at(builder, sum_tile, builder.mul(loop.index, int64(2 * num_rows)))
                 first_line = builder.add(next_line, builder.mul(loop.index, num_lines))
                 with cgutils.for_range(builder, num_lines) as ahead_loop:
-                    line = builder.mul(builder.add(first_line, ahead_loop.index), int64(BYTES.count))
+                    line = builder.mul(builder.add(first_line, ahead_loop.index), int64(LINE))
                     prefetch(builder, at(builder, code_data, line))
                 products = [[ir.Constant(WORDS, None) for _ in range(VECTORS)] for _ in range(num_rows)]
                 for group, codes_of_group in kind.load(builder, block_codes):

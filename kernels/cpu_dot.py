@@ -8,7 +8,7 @@ from kernels.cpu_ir import INT8, INT16, INT32, LANES, call, features, take
 
 WORDS = ir.VectorType(INT32, LANES)
 BYTES = ir.VectorType(INT8, 4 * LANES)
-_HALF_BYTES, _HALF_PAIRS, _HALF_WORDS = ir.VectorType(INT8, 32), ir.VectorType(INT16, 16), ir.VectorType(INT32, 8)
+_HALF_PAIRS, _HALF_WORDS = ir.VectorType(INT16, 16), ir.VectorType(INT32, 8)
 
 
 def dot_bytes(builder, total, unsigned, signed, bits):

@@ -12,6 +12,7 @@ from numba.core import cgutils
 FLOAT = ir.FloatType()
 HALF = ir.HalfType()
 INT8, INT16, INT32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
+LINE = 64  # bytes of the processor's cache
 LANES = 16  # of a vector of 32-bit numbers: one register of AVX-512, two of AVX2
 
 

@@ -9,16 +9,15 @@ stand beside it.
 from __future__ import annotations
 
 import numba
-import numpy as np
 
-from kernels.cpu_ir import features
+from kernels.cpu_ir import LANES, features
 
 WIDE = "avx512f" in features()  # 32 registers of 16 lanes; else 16 of 8
 # Of a tile as much as the registers hold, and rather rows than columns: eight decodes then are one tile, and read the weights while
 # they compute; two tiles would read them with the first and compute without reading with the second.
 HALF_PANEL = 48 if WIDE else 16  # columns
 HALF_ROWS = 8 if WIDE else 6  # at most
-BLOCK_PANEL = 16
+BLOCK_PANEL = LANES
 BLOCK_ROWS = 8 if WIDE else 3
 
 
@@ -41,7 +40,3 @@ def copy_tile(out, row, column, tile, rows):
     for r in range(rows):
         for c in range(width):
             out[row + r, column + c] = tile[r, c]
-
-
-def empty_rows(rows: int, columns: int) -> np.ndarray:
-    return np.empty((rows, columns), np.float32)

@@ -45,7 +45,7 @@ def _make_scores(num_rows: int) -> Callable[..., Any]:
                             start = builder.mul(builder.add(first, int64(r)), int64(width))
                             query = splat(builder, builder.load(at(builder, query_data, builder.add(start, d))), vector)
                             total = sums[r][chain]
-                            builder.store(_multiply_add(builder, query, key, builder.load(total)), total)
+                            builder.store(_multiply_then_add(builder, query, key, builder.load(total)), total)
                 for r in range(num_rows):
                     total = functools.reduce(builder.fadd, [builder.load(part) for part in sums[r]])
                     line = builder.add(target, builder.mul(step, int64(r)))
@@ -88,7 +88,7 @@ def _make_add_weighted(num_rows: int) -> Callable[..., Any]:
                         weight = splat(builder, builder.load(at(builder, weight_data, builder.add(start, loop.index))), vector)
                         for offset in offsets:
                             total = sums[r, offset]
-                            builder.store(_multiply_add(builder, weight, loaded[offset], builder.load(total)), total)
+                            builder.store(_multiply_then_add(builder, weight, loaded[offset], builder.load(total)), total)
                 for key, total in sums.items():
                     store(builder, out_data, places[key], builder.load(total))
             return context.get_dummy_value()
@@ -135,6 +135,6 @@ def _places(context, builder, signature, arguments, arrays, row):
     return *pointers(context, builder, signature, arguments, arrays), *integers(context, builder, signature, arguments, (row,))
 
 
-def _multiply_add(builder, x, y, z):
+def _multiply_then_add(builder, x, y, z):
     """x * y + z, in one rounding where the processor can."""
     return call(builder, f"llvm.fmuladd.v{x.type.count}f32", x.type, x, y, z)

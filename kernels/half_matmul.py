@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_ir import FLOAT, LANES, at, int64, integers, load_wide, multiply_add, pointers, prefetch, splat, store
+from kernels.cpu_ir import FLOAT, LANES, LINE, at, int64, integers, load_wide, multiply_add, pointers, prefetch, splat, store
 from kernels.cpu_math import widen
 from kernels.cpu_rows import HALF_PANEL, HALF_ROWS, WIDE, copy_tile, num_panels, tile_rows
 from kernels.cpu_threads import for_ranges
@@ -52,15 +52,16 @@ def half_rows(packed: np.ndarray, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _make_tile(num_rows: int) -> Callable[..., Any]:
-    """tile(out, place, stride, x, first, weights, panel): out[place + r * stride + c] = sum over k of x[first + k * num_rows + r]
-    * weights[panel, k, c], for r < num_rows, c < PANEL. `out` and `x` are flat."""
+    """tile(out, place, stride, x, first, weights, panel, ahead, share, in_features): out[place + r * stride + c] = sum over k of
+    x[first + k * num_rows + r] * weights[panel, k, c], for r < num_rows, c < PANEL. `out` and `x` are flat. While column k goes by,
+    the two cache lines of `weights` from element ahead + k * share on are asked for."""
 
     @intrinsic
     def tile(typing_context, out, place, stride, x, first, weights, panel, ahead, share, in_features):
         def generate(context, builder, signature, arguments):
             out_data, x_data, weight_data = pointers(context, builder, signature, arguments, (0, 3, 5))
             start, step, x_start, panel_index, count = integers(context, builder, signature, arguments, (1, 2, 4, 6, 9))
-            next_line, lines = integers(context, builder, signature, arguments, (7, 8))
+            first_ahead, step_ahead = integers(context, builder, signature, arguments, (7, 8))
             vector = ir.VectorType(FLOAT, LANES)
             columns = range(0, PANEL, LANES)
             sums = {(r, c): cgutils.alloca_once_value(builder, ir.Constant(vector, None)) for r in range(num_rows) for c in columns}
@@ -68,8 +69,8 @@ def _make_tile(num_rows: int) -> Callable[..., Any]:
             tile_data = at(builder, x_data, x_start)
             with cgutils.for_range(builder, count) as loop:
                 line = builder.mul(loop.index, int64(PANEL))
-                place_ahead = builder.add(next_line, builder.mul(loop.index, lines))
-                for offset in (0, 32):
+                place_ahead = builder.add(first_ahead, builder.mul(loop.index, step_ahead))
+                for offset in (0, LINE // 2):  # of 16-bit weights
                     prefetch(builder, at(builder, weight_data, builder.add(place_ahead, int64(offset))))
                 loaded = {
                     c: load_wide(builder, panel_data, builder.add(line, int64(c)), LANES, signature.args[5].dtype) for c in columns
@@ -123,7 +124,7 @@ def multiply(out, x, weights, begin, end):
     flat = out.reshape(-1)
     scratch = np.empty((HALF_ROWS, PANEL), np.float32)
     flat_scratch = scratch.reshape(-1)
-    share = PANEL // ((rows + HALF_ROWS - 1) // HALF_ROWS)  # of the next panel, that each tile asks for with a line of its own
+    share = PANEL // ((rows + HALF_ROWS - 1) // HALF_ROWS)  # columns of the next panel that each tile asks for
     for panel in range(begin, end):
         column = panel * PANEL
         ahead = min(panel + 1, end - 1) * in_features * PANEL

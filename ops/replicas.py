@@ -52,7 +52,9 @@ class Replicas:
         if self._threads_are_open:
             replicas, cores = self._parallel.data_parallel_size, available_cores()
             threads = compute_threads(cores, replicas, self._parallel.tensor_parallel_size)
-            reason = f"{_plural(replicas, 'engine')} on {_plural(cores, 'core')}; they share the tokens of a prompt"
+            reason = f"{_plural(replicas, 'engine')} on {_plural(cores, 'core')}" + (
+                "; threads of an engine share a prompt's tokens where a core stands idle" if threads > 1 else ""
+            )
             self._settle("num_threads", threads, reason)
 
     def _settle(self, name: str, value: int, reason: str) -> None:

@@ -33,7 +33,9 @@ class CausalLM:
             "model.embed_tokens.weight", None if config.tie_word_embeddings else "lm_head.weight"
         )
         self.layers = [DecoderLayer(reader, index) for index in range(config.num_layers)]
-        self.steps = [CompiledLayer(layer) if CompiledLayer.fits(layer) else layer for layer in self.layers]
+        self.fast_layers = [
+            CompiledLayer(layer) if CompiledLayer.fits(layer) else layer for layer in self.layers
+        ]  # that forward runs
         self.norm = RMSNorm(reader.vector("model.norm.weight"), config.rms_norm_eps)
         self.weight_bytes = reader.num_bytes
 
@@ -42,7 +44,7 @@ class CausalLM:
         cos_sin = self.rotary.cos_sin
         residual = self.embedding(token_ids)
         hidden = torch.zeros_like(residual)
-        for layer, cache in zip(self.steps, kv.layers, strict=True):
+        for layer, cache in zip(self.fast_layers, kv.layers, strict=True):
             hidden = layer(hidden, residual, positions, cos_sin, cache, step)
         return self.norm.add(hidden, residual)
 

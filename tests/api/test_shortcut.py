@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from api.connection import EventWriter
+from api.connection import Connection, EventWriter
 from engine.protocol import EngineCoreRequest, FinishedOutput, FinishReason, RequestTimes, SamplingParams, encode_column
 from engine.stream import RequestStream
 from tests.api.live_server import LiveServer, sse_events
@@ -71,7 +72,9 @@ async def test_a_failing_shortcut_fails_its_own_stream_alone() -> None:
         await reader
 
 
-@pytest.mark.parametrize("change", ["response_started", "chunked_encoding", "write_paused", "disconnected", "response_complete"])
+@pytest.mark.parametrize(
+    "change", ["response_started", "chunked_encoding", "write_paused", "disconnected", "response_complete", "closing"]
+)
 def test_a_connection_is_written_to_only_while_its_response_is_under_way(change: str) -> None:
     written: list[bytes] = []
     cycle: Any = SimpleNamespace(
@@ -80,15 +83,33 @@ def test_a_connection_is_written_to_only_while_its_response_is_under_way(change:
         flow=SimpleNamespace(write_paused=False),
         disconnected=False,
         response_complete=False,
-        transport=SimpleNamespace(write=written.append),
+        transport=SimpleNamespace(write=written.append, is_closing=lambda: False),
     )
     writer = EventWriter(cycle)
     assert writer.ready
     writer.write(b"x" * 26)
     assert written == [b"1a\r\n" + b"x" * 26 + b"\r\n"] and writer.num_bytes == 26
-    place = cycle.flow if change == "write_paused" else cycle
-    setattr(place, change, not getattr(place, change))
+    if change == "closing":
+        cycle.transport.is_closing = lambda: True
+    else:
+        place = cycle.flow if change == "write_paused" else cycle
+        setattr(place, change, not getattr(place, change))
     assert not writer.ready
+
+
+def test_every_response_of_a_lost_connection_is_told() -> None:
+    """In a pipeline the one under way is not the one that came last."""
+    running, queued, ended = (
+        SimpleNamespace(response_complete=complete, disconnected=False, message_event=asyncio.Event())
+        for complete in (False, False, True)
+    )
+    connection: Any = Connection.__new__(Connection)
+    connection._unfinished = [ended, running, queued]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HttpToolsProtocol, "connection_lost", lambda self, exc: None)
+        connection.connection_lost(None)
+    assert [cycle.disconnected for cycle in (running, queued, ended)] == [True, True, False]
+    assert running.message_event.is_set() and queued.message_event.is_set()
 
 
 @pytest.mark.parametrize("chat", [False, True])

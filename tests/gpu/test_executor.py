@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -71,6 +72,7 @@ def _config(backend: str, num_ranks: int, **model: Any) -> WorkerConfig:
 
 
 def _traces() -> tuple[set[int], set[str], int]:
+    gc.collect()  # what other tests have left behind is not to vanish meanwhile
     process = psutil.Process()
     return {child.pid for child in process.children(recursive=True)}, set(os.listdir("/dev/shm")), process.num_fds()
 

@@ -95,8 +95,8 @@ def test_perplexity_of_small_integers(smollm2_gguf, windows, float32, numerics):
 def test_compiled_layers_compute_the_same_bits(smollm2_gguf, windows, numerics):
     runner = make_class(smollm2_gguf, **numerics)
     compiled = score(runner, windows[:1])
-    assert all(isinstance(layer, CompiledLayer) for layer in runner.model.steps)
-    runner.model.steps = runner.model.layers
+    assert all(isinstance(layer, CompiledLayer) for layer in runner.model.fast_layers)
+    runner.model.fast_layers = runner.model.layers
     assert score(runner, windows[:1]).tobytes() == compiled.tobytes()
 
 

@@ -12,7 +12,7 @@ import torch
 from gpu.distributed import TensorParallelGroup
 from gpu.linear import Numerics
 from gpu.models import load_model
-from gpu.packed import MOST_MODELS, PackedMatrix, SharedWeights, open_weights, packed_identity
+from gpu.packed import MOST_MODELS, PackedMatrix, SharedWeights, open_weights, packed_name
 from gpu.weights import open_checkpoint
 from kernels.blocks import quantize
 
@@ -29,11 +29,14 @@ def matrices():
     }
 
 
-def fill(folder):
-    weights = SharedWeights(folder)
-    made = {name: weights.matrix(name, lambda packed=packed: packed) for name, packed in matrices().items()}
+NAME = f"{'0' * 32}-0-of-1.weights"
+
+
+def fill(path, made=None):
+    weights = SharedWeights(path)
+    result = {name: weights.matrix(name, lambda packed=packed: packed) for name, packed in (made or matrices()).items()}
     weights.close()
-    return made
+    return result
 
 
 def not_needed():
@@ -48,37 +51,40 @@ def assert_same(a, b):
         np.testing.assert_array_equal(array, b.arrays[key])
 
 
-def test_what_was_written_is_mapped(tmp_path):
-    first = fill(tmp_path / "model")
-    weights = SharedWeights(tmp_path / "model")
+def assert_mapped(path):
+    weights = SharedWeights(path)
     for name, packed in matrices().items():
-        assert_same(first[name], packed)
         assert_same(weights.matrix(name, not_needed), packed)
     weights.close()
+
+
+def test_what_was_written_is_mapped(tmp_path):
+    first = fill(tmp_path / NAME)
+    for name, packed in matrices().items():
+        assert_same(first[name], packed)
+    assert_mapped(tmp_path / NAME)
     assert torch.equal(first["bfloat16"].tensor(), matrices()["bfloat16"].tensor())
 
 
 def test_who_was_killed_while_packing_leaves_nothing_that_is_used(tmp_path):
-    folder = tmp_path / "model"
-
     def die_in_the_middle():
-        SharedWeights(folder).matrix("half", lambda: matrices()["half"])
+        SharedWeights(tmp_path / NAME).matrix("half", lambda: matrices()["half"])
         os._exit(9)
 
     process = multiprocessing.get_context("fork").Process(target=die_in_the_middle)
     process.start()
     process.join()
     assert process.exitcode == 9
-    assert_same(fill(folder)["half"], matrices()["half"])
+    assert_same(fill(tmp_path / NAME)["half"], matrices()["half"])
+    assert_mapped(tmp_path / NAME)
 
 
 def test_the_second_of_two_waits_for_the_first(tmp_path):
-    folder = tmp_path / "model"
-    first = SharedWeights(folder)
+    first = SharedWeights(tmp_path / NAME)
     reader, writer = os.pipe()
 
     def second():
-        weights = SharedWeights(folder)
+        weights = SharedWeights(tmp_path / NAME)
         weights.matrix("half", not_needed)
         os.write(writer, b"mapped")
         os._exit(0)
@@ -96,30 +102,64 @@ def test_the_second_of_two_waits_for_the_first(tmp_path):
     assert process.exitcode == 0
 
 
-def test_data_cut_off_is_packed_again(tmp_path):
-    fill(tmp_path / "model")
-    os.truncate(tmp_path / "model" / "weights.bin", 100)
-    assert_same(fill(tmp_path / "model")["blocks"], matrices()["blocks"])
+@pytest.mark.parametrize("damage", ["cut off", "{}x", "[]", "null", '{"half": 1}', '{"half": {"arrays": {"a": [0, "?!", [1]]}}}'])
+def test_a_damaged_file_is_made_anew(tmp_path, damage, caplog):
+    path = tmp_path / NAME
+    fill(path)
+    if damage == "cut off":
+        os.truncate(path, 100)
+    else:
+        path.write_bytes(bytes(100) + damage.encode() + len(damage).to_bytes(8, "little"))
+    fill(path)
+    assert_mapped(path)
+    assert "damaged" in caplog.text
 
 
-def test_the_models_used_last_are_kept(tmp_path):
-    for number in range(MOST_MODELS + 2):
-        fill(tmp_path / str(number))
-        os.utime(tmp_path / str(number), (number, number))
-    fill(tmp_path / "new")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["3", "4", "5", "new"]
+def test_a_matrix_that_is_not_in_the_file_is_packed_privately(tmp_path):
+    some = {"half": matrices()["half"]}
+    fill(tmp_path / NAME, some)
+    assert_same(fill(tmp_path / NAME)["blocks"], matrices()["blocks"])
+
+
+def test_a_full_disk_costs_a_warning_and_leaves_nothing(tmp_path, caplog, monkeypatch):
+    weights = SharedWeights(tmp_path / NAME)
+    kept = weights.matrix("half", lambda: matrices()["half"])
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "_write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        assert_same(weights.matrix("blocks", lambda: matrices()["blocks"]), matrices()["blocks"])
+    assert_same(weights.matrix("plain", lambda: matrices()["plain"]), matrices()["plain"])
+    weights.close()
+    assert_same(kept, matrices()["half"])
+    assert "No space left" in caplog.text
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".lock"}
+    fill(tmp_path / NAME)
+    assert_mapped(tmp_path / NAME)
+
+
+def test_the_models_used_last_are_kept_and_nothing_else_is_touched(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "model.safetensors").write_text("precious")
+    names = [f"{number:032x}-{rank}-of-2.weights" for number in range(MOST_MODELS + 2) for rank in range(2)]
+    for number, name in enumerate(names):
+        fill(tmp_path / name)
+        os.utime(tmp_path / name, (number, number))
+    fill(tmp_path / NAME.replace("0" * 32, "f" * 32))
+    left = sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".weights")
+    assert left == [*names[-2 * (MOST_MODELS - 1) :], NAME.replace("0" * 32, "f" * 32)]
+    assert (tmp_path / "mine").is_dir()
+    assert (tmp_path / "model.safetensors").read_text() == "precious"
 
 
 def test_a_folder_that_cannot_be_used_costs_a_warning_only(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    packed = open_weights(str(tmp_path / "file"), "model").matrix("half", lambda: matrices()["half"])
+    packed = open_weights(str(tmp_path / "file"), NAME).matrix("half", lambda: matrices()["half"])
     assert_same(packed, matrices()["half"])
     assert "not shared" in caplog.text
 
 
 def load(model, folder, numerics):
     with open_checkpoint(str(model)) as checkpoint:
-        weights = open_weights(str(folder), packed_identity(checkpoint, numerics, TensorParallelGroup()))
+        weights = open_weights(str(folder), packed_name(checkpoint, numerics, TensorParallelGroup()))
         return load_model(checkpoint, numerics, CPU, TensorParallelGroup(), weights=weights)
 
 
@@ -136,7 +176,7 @@ def test_a_model_computes_the_same_from_the_folder(tmp_path, smollm2_gguf, quant
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
     assert first[2] == second[2]
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.glob("*.weights"))) == 1
 
 
 def test_engines_on_one_folder_share_the_memory(tmp_path, smollm2_gguf):
@@ -152,7 +192,7 @@ def test_engines_on_one_folder_share_the_memory(tmp_path, smollm2_gguf):
         ready.put(model.weight_bytes)
         release.wait()
         maps = psutil.Process().memory_maps(grouped=False)
-        ready.put(sum(each.pss for each in maps if each.path.endswith("weights.bin")))
+        ready.put(sum(each.pss for each in maps if each.path.endswith(".weights")))
         counted.wait()
 
     hold_once = multiprocessing.get_context("fork")
