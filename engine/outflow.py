@@ -71,6 +71,7 @@ class Outflow:
         self._thread = threading.Thread(target=self._run, name="outflow", daemon=True)
         self._num_flushes = 0
         self._give_up_at = math.inf  # monotonic
+        self._is_closed = False
 
     def start(self) -> None:
         self._thread.start()
@@ -90,14 +91,15 @@ class Outflow:
         self._give_up_at = deadline
 
     def close(self, timeout: float) -> None:
-        """Flush what waits, for at most `timeout` seconds."""
+        """Flush what waits, for at most `timeout` seconds; the thread ends soon after."""
         with suppress(queue.Full):
             self._reports.put(None, timeout=timeout)
             self._thread.join(timeout)
+        self._is_closed = True
 
     def _run(self) -> None:
         try:
-            while (report := self._reports.get()) is not None:
+            while not self._is_closed and (report := self._reports.get()) is not None:
                 self._flush(report)
         except BaseException as error:
             self._failed(error)
@@ -112,6 +114,8 @@ class Outflow:
                 self._bus.run(call)
                 return
             except BusUnavailable as error:
+                if self._is_closed:
+                    return
                 logger.warning("Redis is away, output waits: %s", error)
                 time.sleep(delay)  # Redis gives no sign of its return
                 delay = min(2 * delay, 1.0)

@@ -34,3 +34,5 @@ def test_an_engine_told_to_stop_does_not_wait_for_redis(tmp_path: Path) -> None:
         started = time.monotonic()
         outflow.close(timeout=0.2)
         assert time.monotonic() - started < 2.0 and not failures
+        outflow._thread.join(5.0)
+        assert not outflow._thread.is_alive(), "it would look for Redis for ever"
