@@ -30,6 +30,8 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
+from engine.line import Line, open_line
+from engine.resp import pack
 from engine.scripts import Argument
 from engine.scripts import BusUnavailable as BusUnavailable
 from engine.scripts import Call as Call
@@ -116,15 +118,10 @@ def _first_error(answers: list[Any], keep_errors: bool) -> list[Any]:
 
 
 class _Packer:
-    """Commands as redis-py's connections want them, in one piece each: half the time of its own packer, and one packet."""
+    """Commands as redis-py's connections want them."""
 
     def pack(self, name: str, *arguments: Argument) -> list[bytes]:
-        command = [*name.split(), *arguments]
-        pieces = [b"*%d\r\n" % len(command)]
-        for argument in command:
-            value = argument if isinstance(argument, bytes) else str(argument).encode()
-            pieces.append(b"$%d\r\n%b\r\n" % (len(value), value))
-        return [b"".join(pieces)]
+        return [pack(*name.split(), *arguments)]
 
 
 class Bus:
@@ -253,7 +250,8 @@ class Subscription:
 
 
 class AsyncBus:
-    """The same for asyncio; belongs to one event loop."""
+    """The same for asyncio; belongs to one event loop. Scripts, which are short, share one connection; any other call has one of a
+    pool to itself."""
 
     def __init__(self, url: str, *, timeout: float = TIMEOUT, patience: float = PATIENCE, max_connections: int = 64) -> None:
         self.url = url
@@ -267,6 +265,9 @@ class AsyncBus:
         )
         self._client: Any = redis.asyncio.Redis(connection_pool=pool)  # its methods are untyped
         self._client.response_callbacks.clear()
+        self._lines: Any = redis.asyncio.ConnectionPool.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **options)
+        self._line: Line | None = None
+        self._opening = asyncio.Lock()
 
     async def run(self, call: Call[T]) -> T:
         """As Bus.run."""
@@ -280,6 +281,8 @@ class AsyncBus:
         patience = _Patience(self.patience)
         while True:
             try:
+                if call.script is not None:
+                    return await self._run_script(call)
                 async with asyncio.timeout(self.timeout + call.block):
                     return await self._send(call)
             except _PASSING as error:
@@ -287,13 +290,23 @@ class AsyncBus:
             except RedisError as error:
                 raise _translate(error) from error
 
+    async def _run_script(self, call: Call[Any]) -> Any:
+        line = self._line
+        if line is None or line.closed:
+            line = await self._reopened_line()
+        try:
+            return await line.ask(call.evalsha())
+        except NoScriptError:
+            return await line.ask(call.eval())
+
+    async def _reopened_line(self) -> Line:
+        async with asyncio.timeout(self.timeout), self._opening:  # one opens it for all
+            if self._line is None or self._line.closed:
+                self._line = await open_line(self._lines, self.timeout)
+            return self._line
+
     async def _send(self, call: Call[Any]) -> Any:
         client = self._client
-        if call.script is not None:
-            try:
-                return await client.execute_command(*call.evalsha())
-            except NoScriptError:
-                return await client.execute_command(*call.eval())
         if not call.commands:
             return []
         if len(call.commands) == 1 and not call.keep_errors:
@@ -314,6 +327,8 @@ class AsyncBus:
             await subscription.close()
 
     async def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
         await self._client.aclose()
         await self._client.connection_pool.disconnect()
 
