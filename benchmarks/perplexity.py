@@ -30,6 +30,7 @@ NUM_TOKENS = 20_000
 WINDOW = 512
 SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 EXACT = "float32"
+HALVES = ("float16", "bfloat16")
 
 
 def numeric_classes() -> dict[str, dict[str, str]]:
@@ -37,8 +38,8 @@ def numeric_classes() -> dict[str, dict[str, str]]:
     (quantization,) = (field for field in dataclasses.fields(ModelConfig) if field.name == "quantization")
     return {
         EXACT: {"dtype": "float32", "quantization": "none"},
-        "float16": {"dtype": "float16", "quantization": "none", "kv_cache_dtype": "float32"},
-        "float16, 16-bit KV": {"dtype": "float16", "quantization": "none", "kv_cache_dtype": "float16"},
+        **{dtype: {"dtype": dtype, "quantization": "none", "kv_cache_dtype": "float32"} for dtype in HALVES},
+        **{f"{dtype}, 16-bit KV": {"dtype": dtype, "quantization": "none"} for dtype in HALVES},
         **{choice: {"quantization": choice} for choice in quantization.metadata["choices"] if choice not in ("none", "auto")},
     }
 

@@ -22,7 +22,8 @@ class ModelConfig:
     model: str = option("", "a safetensors directory, a .gguf file, or `demo`", positional=True)
     dtype: str = option(
         "auto",
-        "type of the weights; auto: float16 on the CPU, where sums and activations stay float32, bfloat16 on GPUs",
+        "type of the weights; auto: bfloat16 on GPUs and on CPUs that multiply it (AVX512_BF16), else float16. On the CPU sums and "
+        "what flows between layers stay float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = option(
@@ -65,7 +66,7 @@ class CacheConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "type of keys and values; auto: float16 where the CPU's weights are float16 or quantized, else the activations' type",
+        "type of keys and values; auto: float16 where the CPU's weights are of 16 bits or quantized, else the activations' type",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of a size in bytes")

@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kernels.bfloat_matmul import pack_bfloat
 from kernels.block_matmul import pack_blocks
 from kernels.blocks import Blocks
 from kernels.cpu_rows import BLOCK_PANEL, HALF_PANEL
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LAYOUT_VERSION = 1  # changes with what packing makes
+LAYOUT_VERSION = 2  # changes with what packing makes
 MOST_MODELS = 4  # kept in a folder; the least recently used go
 _NAME = re.compile(r"[0-9a-f]{32}-\d+-of-\d+\.weights")
 _LENGTH = struct.Struct("<Q")  # of the index, the file's last bytes
@@ -44,7 +45,8 @@ _LENGTH = struct.Struct("<Q")  # of the index, the file's last bytes
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """kind: plain (array `weight`), half (`panels`, kernels.half_matmul) or blocks (`codes`, `scales`, kernels.block_matmul)."""
+    """kind: plain (array `weight`), half or bfloat (`panels`, kernels.half_matmul, kernels.bfloat_matmul) or blocks (`codes`,
+    `scales`, kernels.block_matmul)."""
 
     kind: str
     out_features: int
@@ -71,6 +73,10 @@ class PackedMatrix:
     @classmethod
     def half(cls, weight: torch.Tensor) -> PackedMatrix:
         return cls("half", weight.shape[0], weight.shape[1], {"panels": pack_half(weight.half())})
+
+    @classmethod
+    def bfloat(cls, weight: torch.Tensor) -> PackedMatrix:
+        return cls("bfloat", weight.shape[0], weight.shape[1], {"panels": pack_bfloat(weight.bfloat16())})
 
     @classmethod
     def blocks(cls, blocks: Blocks, in_features: int) -> PackedMatrix:

@@ -9,8 +9,22 @@ from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 
+
+class BFloatType(ir.types._BaseFloatType):  # which llvmlite has no name for
+    """LLVM's bfloat16."""
+
+    null = "0.0"
+    intrinsic_name = "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+BFloatType._create_instance()
+
 FLOAT = ir.FloatType()
 HALF = ir.HalfType()
+BFLOAT = BFloatType()
 INT8, INT16, INT32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 LINE = 64  # bytes of the processor's cache
 LANES = 16  # of a vector of 32-bit numbers: one register of AVX-512, two of AVX2

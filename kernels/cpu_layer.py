@@ -10,12 +10,13 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from kernels import block_matmul, half_matmul
+from kernels import bfloat_matmul, block_matmul, half_matmul
 from kernels.rms_norm import add_normalize
 from kernels.rope_kv_write import turn_and_write
 from kernels.silu_mul import gate
 
 _multiply_half, _pack_rows = half_matmul.multiply, half_matmul.pack_rows
+_multiply_bfloat, _round_rows, _num_pairs = bfloat_matmul.multiply, bfloat_matmul.round_rows, bfloat_matmul.num_pairs
 _multiply_blocks, _quantize_rows = block_matmul.multiply, block_matmul.quantize_rows
 GROUP = block_matmul.GROUP
 
@@ -29,6 +30,8 @@ def project(out, x, weight, scales, bits, block_size):
 def _project(out, x, weight, scales, bits, block_size):
     if weight.dtype == types.int16:
         return _project_half
+    if weight.dtype == types.uint32:
+        return _project_bfloat
     return _project_blocks
 
 
@@ -36,6 +39,12 @@ def _project_half(out, x, weight, scales, bits, block_size):
     packed = np.empty(x.size, np.float32)
     _pack_rows(packed, x)
     _multiply_half(out, packed, weight, 0, len(weight))
+
+
+def _project_bfloat(out, x, weight, scales, bits, block_size):
+    words = np.empty(len(x) * _num_pairs(x.shape[1]), np.uint32)
+    _round_rows(words, x)
+    _multiply_bfloat(out, words, weight, 0, len(weight))
 
 
 def _project_blocks(out, x, weight, scales, bits, block_size):

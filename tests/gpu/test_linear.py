@@ -6,10 +6,12 @@ import torch
 
 from gpu.linear import Numerics, PlainLinear, make_linear
 from gpu.models.shards import fill_up
+from kernels import bfloat_matmul
 from kernels.blocks import quantize
 
 CPU = torch.device("cpu")
 FLOAT16 = Numerics.choose("float16", "none", CPU)
+BFLOAT16 = Numerics.choose("bfloat16", "none", CPU)
 INT8 = Numerics.choose("auto", "int8", CPU)
 SHAPES = [(960, 576), (576, 1536), (200, 48), (33, 100), (64, 7)]  # [out_features, in_features]
 
@@ -35,7 +37,7 @@ def relative_error(got, expected):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("numerics", [FLOAT16, INT8], ids=str)
+@pytest.mark.parametrize("numerics", [FLOAT16, BFLOAT16, INT8], ids=str)
 def test_a_row_has_the_same_bits_in_every_batch(numerics, shape):
     weight, bias, x = make_case(*shape)
     linear = make_linear(weight, bias, numerics)
@@ -52,6 +54,15 @@ def test_float16_rounds_weights_and_nothing_else(shape):
     assert relative_error(make_linear(weight, bias, FLOAT16)(x).double(), exact) < 3e-4  # the bias may be kept whole
     without_bias = x.double() @ weight.half().double().T
     assert relative_error(make_linear(weight, None, FLOAT16)(x).double(), without_bias) < 1e-6
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bfloat16_rounds_weights_and_rows(shape):
+    weight, _, x = make_case(*shape)
+    exact = x.bfloat16().double() @ weight.bfloat16().double().T
+    linear = make_linear(weight, None, BFLOAT16)
+    assert relative_error(linear(x).double(), exact) < 1e-6
+    assert torch.equal(linear.rows(torch.tensor([shape[0] - 1, 0])), weight[[-1, 0]].bfloat16().float())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -76,13 +87,15 @@ def test_int8_rows_of_zeros_nan_and_extremes():
     assert relative_error(product[3:], x[3:] @ weight.T) < 0.02
 
 
-def test_choice_by_options():
+def test_choice_by_options(monkeypatch):
+    monkeypatch.setattr(bfloat_matmul, "is_fast", lambda: False)
+
     def choose(dtype, quantization="none", device=CPU):
         return Numerics.choose(dtype, quantization, device)
 
     assert choose("auto") == Numerics(torch.float16, torch.float32)
     assert choose("float32") == Numerics(torch.float32, torch.float32)
-    assert choose("bfloat16") == Numerics(torch.bfloat16, torch.bfloat16)
+    assert choose("bfloat16") == Numerics(torch.bfloat16, torch.float32)
     assert choose("auto", device=torch.device("cuda")) == Numerics(torch.bfloat16, torch.bfloat16)
     assert choose("float16", device=torch.device("cuda")) == Numerics(torch.float16, torch.float16)
     assert choose("bfloat16", "int8") == Numerics(torch.bfloat16, torch.float32, "int8")
@@ -90,11 +103,14 @@ def test_choice_by_options():
         choose("auto", "int8", torch.device("cuda"))
     names = {str(choose(*options)) for options in [("auto",), ("float32",), ("bfloat16",), ("auto", "int8"), ("float32", "int8")]}
     assert len(names) == 5
+    monkeypatch.setattr(bfloat_matmul, "is_fast", lambda: True)
+    assert choose("auto") == choose("bfloat16")
+    assert choose("auto", "int8") == Numerics(torch.float16, torch.float32, "int8")
 
 
 def test_bytes_kept():
     weight, _, _ = make_case(960, 576)
-    kinds = {"float32": 4, "float16": 2}
+    kinds = {"float32": 4, "float16": 2, "bfloat16": 2}
     for name, width in kinds.items():
         assert make_linear(weight, None, Numerics.choose(name, "none", CPU)).num_bytes == width * weight.numel()
     assert make_linear(weight, None, INT8).num_bytes == weight.numel() * (1 + 4 / 32), "two 16-bit numbers a block of 32"

@@ -16,6 +16,7 @@ SCORED = SamplingParams(temperature=0.0, max_tokens=1000, logprobs=0, prompt_log
 INT8 = {"dtype": "float16", "quantization": "int8"}
 GGUF = {"dtype": "float16", "quantization": "gguf"}
 FLOAT16 = {"dtype": "float16"}
+BFLOAT16 = {"dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +80,11 @@ def test_float16_equals_transformers_on_the_rounded_weights(smollm2_gguf, smollm
     np.testing.assert_allclose(ours, torch.cat(expected).numpy(), atol=1e-3)
 
 
-def test_perplexity_of_16_bits(smollm2_gguf, windows, float32):
-    wide = score(make_class(smollm2_gguf, "float32", **FLOAT16), windows)
-    assert perplexity(wide) == pytest.approx(perplexity(float32), rel=1e-3)
-    assert perplexity(score(make_class(smollm2_gguf, **FLOAT16), windows)) == pytest.approx(perplexity(wide), rel=1e-3)
+@pytest.mark.parametrize(("numerics", "loss"), [(FLOAT16, 1e-3), (BFLOAT16, 2e-3)], ids=["float16", "bfloat16"])
+def test_perplexity_of_16_bits(smollm2_gguf, windows, float32, numerics, loss):
+    wide = score(make_class(smollm2_gguf, "float32", **numerics), windows)
+    assert perplexity(wide) == pytest.approx(perplexity(float32), rel=loss)
+    assert perplexity(score(make_class(smollm2_gguf, **numerics), windows)) == pytest.approx(perplexity(wide), rel=1e-3)
 
 
 @pytest.mark.parametrize("numerics", [INT8, GGUF], ids=["int8", "gguf"])
@@ -91,7 +93,7 @@ def test_perplexity_of_small_integers(smollm2_gguf, windows, float32, numerics):
     assert perplexity(logprobs) < 1.01 * perplexity(float32)
 
 
-@pytest.mark.parametrize("numerics", [FLOAT16, INT8, GGUF], ids=["float16", "int8", "gguf"])
+@pytest.mark.parametrize("numerics", [FLOAT16, BFLOAT16, INT8, GGUF], ids=["float16", "bfloat16", "int8", "gguf"])
 def test_compiled_layers_compute_the_same_bits(smollm2_gguf, windows, numerics):
     runner = make_class(smollm2_gguf, **numerics)
     compiled = score(runner, windows[:1])
@@ -100,7 +102,7 @@ def test_compiled_layers_compute_the_same_bits(smollm2_gguf, windows, numerics):
     assert score(runner, windows[:1]).tobytes() == compiled.tobytes()
 
 
-@pytest.mark.parametrize("numerics", [FLOAT16, INT8, GGUF], ids=["float16", "int8", "gguf"])
+@pytest.mark.parametrize("numerics", [FLOAT16, BFLOAT16, INT8, GGUF], ids=["float16", "bfloat16", "int8", "gguf"])
 def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_chunks(smollm2_gguf, text, numerics):
     runner = make_class(smollm2_gguf, **numerics)
     prompts = [text[100 * i : 100 * i + 20 + 5 * i] for i in range(16)]

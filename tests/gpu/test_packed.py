@@ -25,6 +25,7 @@ def matrices():
         "plain": PackedMatrix.plain(weight),
         "bfloat16": PackedMatrix.plain(weight.bfloat16()),
         "half": PackedMatrix.half(weight),
+        "bfloat": PackedMatrix.bfloat(weight),
         "blocks": PackedMatrix.blocks(quantize(weight.numpy()), 64),
     }
 

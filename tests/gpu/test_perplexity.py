@@ -25,13 +25,15 @@ def perplexity(smollm2_gguf):
 
 
 @pytest.mark.soak
-def test_16_bits_against_float32(perplexity):
-    assert perplexity("float16") == pytest.approx(perplexity(EXACT), rel=1e-3)
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_16_bits_against_float32(perplexity, name):
+    assert perplexity(name) == pytest.approx(perplexity(EXACT), rel=1e-3)
 
 
 @pytest.mark.soak
-def test_16_bit_kv_against_float32_kv(perplexity):
-    assert perplexity("float16, 16-bit KV") == pytest.approx(perplexity("float16"), rel=1e-3)
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_16_bit_kv_against_float32_kv(perplexity, name):
+    assert perplexity(f"{name}, 16-bit KV") == pytest.approx(perplexity(name), rel=1e-3)
 
 
 @pytest.mark.soak
