@@ -17,6 +17,7 @@ import msgspec
 from engine import calls, keys
 from engine.bus import Bus, BusUnavailable
 from engine.protocol import ControlCommand, EngineCoreRequest, decode_request
+from engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class Arrival:
 
 
 class Intake:
-    """The threads that fill the loop's inbox. `room` says how many more sequences the scheduler would soon run."""
+    """The threads that fill the loop's inbox, with as much as `scheduler` will soon have room for."""
 
     def __init__(
         self,
@@ -41,8 +42,7 @@ class Intake:
         slot: str,
         incarnation: int,
         inbox: queue.SimpleQueue[Arrival | ControlCommand | None],
-        max_num_seqs: int,
-        room: Callable[[], int],
+        scheduler: Scheduler,
         failed: Callable[[BaseException], None],
     ) -> None:
         self.num_admitted = 0  # written by the loop: arrivals that reached the scheduler
@@ -50,12 +50,12 @@ class Intake:
         self.closed = False  # for good: the engine stops
         self.wants_room = False  # there was no room at the last look: `ring` when there is some
         self._num_taken = 0
+        self._places_said = 0  # what others think that this engine could still run
         self._unanswered: calls.Call[list[calls.Taken]] | None = None  # a take whose answer was lost: it may own requests already
         self._bus = bus
         self._model, self._slot, self._incarnation = model, slot, incarnation
         self._inbox = inbox
-        self._max_num_seqs = max_num_seqs
-        self._room = room
+        self._scheduler = scheduler
         self._failed = failed
         self._bell = threading.Event()
         self._stopped = threading.Event()
@@ -95,13 +95,17 @@ class Intake:
                 self._bell.wait(LOOK_SECONDS)
 
     def _take_once(self) -> bool:
-        """Take what there is room for; False when there was nothing to take, no room, or what waits is for others to take."""
-        takes_none = self.paused or self.closed
-        room = 0 if takes_none else self._room() - (self._num_taken - self.num_admitted)
-        self.wants_room = room <= 0 and not takes_none
-        if room <= 0 and self._unanswered is None:
+        """Take what there is room for; False when there was nothing to take, no room, or what waits is for others to take.
+
+        An engine that has come to have fewer places than it said asks for none, to say so.
+        """
+        room, places = self._room()
+        if room <= 0 and places >= self._places_said and self._unanswered is None:
             return False
-        call = self._unanswered or calls.take(self._model, self._slot, self._incarnation, room, self._max_num_seqs)
+        call = self._unanswered
+        if call is None:
+            call = calls.take(self._model, self._slot, self._incarnation, room, places)
+            self._places_said = places
         try:
             entries = self._bus.run(call)
         except BusUnavailable as error:
@@ -109,9 +113,20 @@ class Intake:
             self._unanswered = call
             return False
         self._unanswered = None
+        self._places_said -= min(len(entries), self._places_said)
         for entry_id, payload in entries:
             self._hand_over(entry_id, payload)
         return bool(entries)
+
+    def _room(self) -> tuple[int, int]:
+        """How many requests to take now, and how many more could run: the others leave to this engine its share of those."""
+        if self.paused or self.closed:
+            self.wants_room = False
+            return 0, 0
+        coming = self._num_taken - self.num_admitted
+        room = self._scheduler.num_free_request_slots - coming
+        self.wants_room = room <= 0
+        return max(0, room), max(0, self._scheduler.num_free_places - coming)
 
     def _hand_over(self, entry_id: str, payload: bytes) -> None:
         try:

@@ -136,7 +136,7 @@ def taken(model: str, slot: str) -> str:
 
 
 def shares(model: str) -> str:
-    """Hash: slot -> what its engine said at its last `take`: incarnation, most requests at once, Redis' clock in ms."""
+    """Hash: slot -> what its engine said at its last `take`: incarnation, how many more it could run, Redis' clock in ms."""
     return _of(model, "shares")
 
 

@@ -27,11 +27,11 @@ class Taken(NamedTuple):
     payload: bytes  # EngineCoreRequest
 
 
-def take(model: str, slot: str, incarnation: int, count: int, max_num_seqs: int) -> Call[list[Taken]]:
+def take(model: str, slot: str, incarnation: int, count: int, places: int) -> Call[list[Taken]]:
     """At most `count` of the requests that wait, by priority, then arrival; they are the slot's from now on. Raises Fenced.
 
     No more than a fair share where others take too: engines of the model that asked within SHARE_TTL come to have equal numbers in
-    flight, but for those that can run no more (`max_num_seqs` of each).
+    flight, but for those that can run no more. `places`: how many more this one could run; 0 leaves all to the others.
 
     The call carries a nonce: run again after an answer was lost, the same Call gives the same requests. A caller that got
     BusUnavailable runs the same Call again: it may own requests already.
@@ -47,7 +47,7 @@ def take(model: str, slot: str, incarnation: int, count: int, max_num_seqs: int)
             secrets.token_hex(8),
             epoch(time.time()),
             keys.consumer(),
-            max_num_seqs,
+            places,
             milliseconds(SHARE_TTL),
         ),
     )

@@ -134,7 +134,7 @@ def connect(core: EngineCore, bus: Bus, info: EngineInfo, retention: float) -> E
     loop = EngineLoop(core, info.model, clients)
     place = (bus, info.model, info.slot, info.incarnation)
     loop.attach(
-        Intake(*place, loop.inbox, info.max_num_seqs, lambda: core.scheduler.num_free_request_slots, loop.fail),
+        Intake(*place, loop.inbox, core.scheduler, loop.fail),
         Outflow(*place, clients, loop.fail, retention),
         Heartbeat(bus, core, info, loop.fail),
     )

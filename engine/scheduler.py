@@ -68,6 +68,7 @@ class Scheduler:
         self.waiting = self.live.waiting
         self.statistics = self.live.statistics
         self.blocked: BlockedAdmission | None = None
+        self._short_of_blocks = False  # the last plan left somebody waiting for blocks; read by another thread
         self._watermark_blocks = int(config.watermark * self.kv.pool.num_usable)
         self._step = 0
         self._steps_out: deque[PlannedStep] = deque()
@@ -114,6 +115,7 @@ class Scheduler:
         self.blocked = None
         if draft.num_preempted == 0:
             self._schedule_waiting(draft)
+        self._short_of_blocks = self.blocked is not None or draft.num_preempted > 0
         if draft.new_rows:
             rows = np.concatenate([rows, np.array(draft.new_rows, dtype=np.intp)])
             num_tokens = np.concatenate([num_tokens, np.array(draft.new_num_tokens, dtype=np.int64)])
@@ -386,6 +388,15 @@ class Scheduler:
         if num_waiting:
             return max(0, LOOKAHEAD - num_waiting)
         return min(seats + LOOKAHEAD, max(LOOKAHEAD, self.max_num_batched_tokens // TOKENS_PER_PLACE))
+
+    @property
+    def num_free_places(self) -> int:
+        """How many more requests could run than are here, as far as is known before their prompts are: those seats that are left,
+        none while somebody waits for KV blocks."""
+        num_waiting = len(self.waiting)
+        if num_waiting and self._short_of_blocks:
+            return 0
+        return max(0, self.max_num_seqs - self.rows.num_running - num_waiting)
 
     def output_token_ids(self, request_id: str, choice: int) -> Int32Array:
         """[num_output_tokens] of a live request so far. Raises KeyError for one that is not live."""

@@ -1,13 +1,18 @@
 -- take: the requests that are next become the caller's.
 --
 -- KEYS 1-9 ledger, 10 slot, 11 what the slot took last, 12 who shares, 13 prefix of slots
--- ARGV slot, incarnation, count, nonce, now, prefix of consumers, most requests that the caller runs at once, share's time to live in ms
+-- ARGV slot, incarnation, count, nonce, now, prefix of consumers, places: how many more the caller could run, share's time to live in ms
 -- Answer: a list of entry and payload.
 --
 -- No more than the caller's fair share: what waits is thought to be poured over the sharers, each standing at the height of what it has in
--- flight and filled no higher than it can run at once; the caller may fill itself up to the level that comes of it. A sharer is a living
--- engine that asked within the time to live of a share: who sleeps, hangs or was full for so long holds nothing back. While anything
--- waits, somebody stands below the level; where all will be full, each takes what it has room for.
+-- flight and filled no higher than its places allow; the caller may fill itself up to the level that comes of it. A sharer is a living
+-- engine that asked within the time to live of a share: who sleeps, hangs or was full for so long holds nothing back. Invariants, when all
+-- have said their places and ask until nobody gets anything:
+--   nothing waits while a sharer has places; nor does an engine take more than it has places for, to wait with it, what another has places
+--   for: beyond all places there is only the surplus, which goes to who asks first;
+--   who took stands no higher than one above whoever has places left.
+-- Places are what the caller says (seats, and none while KV blocks are short), less what it took since; not `count`, which is less
+-- while a step's worth is on its way to the scheduler, and more where a full engine keeps a line.
 --
 -- ZPOPMIN gives priorities, XCLAIM FORCE puts an entry that was never delivered on the caller's pending list, in any order. XREADGROUP >
 -- must not be used beside it: it would deliver the same entries again.
@@ -15,7 +20,7 @@
 
 local SLOT, TAKEN, SHARES, ANY_SLOT = KEYS[10], KEYS[11], KEYS[12], KEYS[13]
 local TAKEN_TTL, LOST_RETENTION = 600000, 3600000 -- ms
-local slot, incarnation, count, nonce, now, any_consumer, most, share_ttl = unpack(ARGV)
+local slot, incarnation, count, nonce, now, any_consumer, places, share_ttl = unpack(ARGV)
 local consumer = any_consumer .. slot
 
 if fenced(SLOT, incarnation) then return redis.error_reply(FENCED) end
@@ -47,18 +52,23 @@ local function claim(member)
   return {entry, field_of(claimed[1][2], 'payload')}
 end
 
--- Slot -> most requests at once, of everybody who shares, the caller among them.
+local time = redis.call('TIME')
+local clock = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+
+local function say_places(number)
+  redis.call('HSET', SHARES, slot, incarnation .. ' ' .. string.format('%d %d', math.max(0, number), clock))
+end
+
+-- Slot -> places, of everybody who shares, the caller among them.
 local function sharers()
-  local time = redis.call('TIME')
-  local clock = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-  redis.call('HSET', SHARES, slot, incarnation .. ' ' .. most .. ' ' .. string.format('%d', clock))
   local said, found = redis.call('HGETALL', SHARES), {}
   for i = 1, #said, 2 do
-    local holder, its_most, asked = string.match(said[i + 1], '^(%d+) (%d+) (%d+)$')
+    local holder, its_places, asked = string.match(said[i + 1], '^(%d+) (%d+) (%d+)$')
     if clock - tonumber(asked) <= tonumber(share_ttl) and not fenced(ANY_SLOT .. said[i], holder) then
-      found[said[i]] = tonumber(its_most)
+      found[said[i]] = tonumber(its_places)
     end
   end
+  found[slot] = math.max(0, tonumber(places))
   return found
 end
 
@@ -69,35 +79,36 @@ local function in_flight()
   return found
 end
 
--- How many of the `waiting` requests are the caller's to take, if it has room for them.
+-- How many of the `waiting` requests are the caller's to take.
 local function fair_share(waiting)
-  local held, places, highest = in_flight(), {}, 0
-  for number, its_most in pairs(sharers()) do
-    places[number] = {held[any_consumer .. number] or 0, its_most}
-    highest = math.max(highest, its_most)
+  local held, vessels, highest = in_flight(), {}, 0
+  for number, its_places in pairs(sharers()) do
+    local height = held[any_consumer .. number] or 0
+    vessels[number] = {height, its_places}
+    highest = math.max(highest, height + its_places)
   end
-  local function below(level, place) return math.max(0, math.min(level, place[2]) - place[1]) end
-  local function room_below(level)
+  local function below(level, vessel) return math.max(0, math.min(level - vessel[1], vessel[2])) end
+  local function places_below(level)
     local sum = 0
-    for _, place in pairs(places) do sum = sum + below(level, place) end
+    for _, vessel in pairs(vessels) do sum = sum + below(level, vessel) end
     return sum
   end
-  if room_below(highest) < waiting then return waiting end -- all will be full
+  local surplus = waiting - places_below(highest)
+  if surplus >= 0 then return below(highest, vessels[slot]) + surplus end
   local low, high = 0, highest
   while low < high do
     local middle = math.floor((low + high) / 2)
-    if room_below(middle) < waiting then low = middle + 1 else high = middle end
+    if places_below(middle) < waiting then low = middle + 1 else high = middle end
   end
-  return below(low, places[slot])
+  return below(low, vessels[slot])
 end
 
-local answer, entries = {}, {}
 local waiting = redis.call('ZCARD', ORDER)
-if waiting == 0 then
-  sharers()
-  return answer
+local popped = {}
+if waiting > 0 then
+  popped = redis.call('ZPOPMIN', ORDER, math.max(0, math.min(tonumber(count), fair_share(waiting))))
 end
-local popped = redis.call('ZPOPMIN', ORDER, math.max(0, math.min(tonumber(count), fair_share(waiting))))
+local answer, entries = {}, {}
 for i = 1, #popped, 2 do
   local taken = claim(popped[i])
   if taken then
@@ -105,6 +116,7 @@ for i = 1, #popped, 2 do
     entries[#entries + 1] = taken[1]
   end
 end
+say_places(tonumber(places) - #answer)
 if #answer > 0 then
   redis.call('HSET', TAKEN, 'nonce', nonce, 'entries', table.concat(entries, ' '))
   redis.call('PEXPIRE', TAKEN, TAKEN_TTL)

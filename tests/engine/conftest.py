@@ -48,10 +48,10 @@ class RunningEngine:
         assert not self._thread.is_alive()
 
 
-def null_config(backend: str = "uni", **scheduler: int) -> EngineConfig:
+def null_config(backend: str = "uni", num_blocks: int = 513, **scheduler: int) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model="null", device="cpu", load_format="null", max_model_len=512),
-        cache=CacheConfig(block_size=16, num_gpu_blocks_override=513),
+        cache=CacheConfig(block_size=16, num_gpu_blocks_override=num_blocks),
         parallel=ParallelConfig(distributed_executor_backend=backend),
         scheduler=SchedulerConfig(**{"max_num_batched_tokens": 256, "max_num_seqs": 16, **scheduler}),
         redis=RedisConfig(),
@@ -63,8 +63,8 @@ def start_engine(redis_url: str, request: pytest.FixtureRequest) -> Iterator[Cal
     """With the worker in this process, a step at a time; and with a worker process, one step planned ahead."""
     started: list[RunningEngine] = []
 
-    def start(**scheduler: int) -> RunningEngine:
-        started.append(RunningEngine(redis_url, null_config(request.param, **scheduler)))
+    def start(num_blocks: int = 513, **scheduler: int) -> RunningEngine:
+        started.append(RunningEngine(redis_url, null_config(request.param, num_blocks, **scheduler)))
         return started[-1]
 
     yield start

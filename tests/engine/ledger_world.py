@@ -85,11 +85,12 @@ class World:
         limits = limits or calls.AdmissionLimits(require_engine=False)
         return self.bus.run(calls.enqueue(self.model, requests, facts, limits))
 
-    def take_call(self, engine: Engine, count: int = 1, max_num_seqs: int = 1024) -> calls.Call[list[calls.Taken]]:
-        return calls.take(self.model, engine.slot, engine.incarnation, count, max_num_seqs)
+    def take_call(self, engine: Engine, count: int = 1, places: int | None = None) -> calls.Call[list[calls.Taken]]:
+        """`places`: how many more the engine could run; None: as many as it asks for."""
+        return calls.take(self.model, engine.slot, engine.incarnation, count, count if places is None else places)
 
-    def take(self, engine: Engine, count: int = 1, max_num_seqs: int = 1024) -> list[str]:
-        taken = self.bus.run(self.take_call(engine, count, max_num_seqs))
+    def take(self, engine: Engine, count: int = 1, places: int | None = None) -> list[str]:
+        taken = self.bus.run(self.take_call(engine, count, places))
         ids = [decode_request(payload).request_id for _, payload in taken]
         engine.running += ids
         return ids

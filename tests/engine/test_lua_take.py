@@ -100,23 +100,23 @@ def test_each_takes_its_share_and_no_more(world: World) -> None:
     enqueue(world, 16)
     assert world.take(first, 100) == [f"r{number}" for number in range(1, 7)]  # 16 / 3, rounded up
     assert world.take(first, 100) == []
-    assert len(world.take(second, 4)) == 4
+    assert len(world.take(second, 4, places=100)) == 4
     assert len(world.take(third, 100)) == 5
-    assert len(world.take(second, 4)) == 1 and world.queued() == []
+    assert len(world.take(second, 4, places=96)) == 1 and world.queued() == []
     world.check_integrity()
 
 
 def test_one_at_a_time_goes_to_who_has_less(world: World) -> None:
     first, second = sharers(world, 2)
     enqueue(world, 1)
-    assert world.take(second) == ["r1"], "whoever comes first"
+    assert world.take(second, 100) == ["r1"], "whoever comes first"
     enqueue(world, 1)
-    assert world.take(second) == []
-    assert world.take(first) == ["r2"]
+    assert world.take(second, 100) == []
+    assert world.take(first, 100) == ["r2"]
     world.end(first, "r2")
     enqueue(world, 2)
-    assert world.take(second, 2) == ["r3"]
-    assert world.take(first, 2) == ["r4"]
+    assert world.take(second, 100) == ["r3"]
+    assert world.take(first, 100) == ["r4"]
 
 
 def test_who_has_more_waits_until_the_others_have_as_much(world: World) -> None:
@@ -158,43 +158,72 @@ def test_the_share_of_who_asks_no_more_lapses(world: World, monkeypatch: pytest.
 
 def test_who_can_run_no_more_leaves_the_rest_to_others(world: World) -> None:
     small, large = sharers(world, 2)
-    world.take(small, 4, max_num_seqs=4)
+    world.take(small, 4)
     enqueue(world, 20)
-    assert len(world.take(large, 100, max_num_seqs=64)) == 16
-    assert world.take(small, 8, max_num_seqs=4) == ["r17", "r18", "r19", "r20"]
+    assert len(world.take(large, 100)) == 16
+    assert world.take(small, 8, places=4) == ["r17", "r18", "r19", "r20"]
     enqueue(world, 1)
-    assert world.take(small, 4, max_num_seqs=4) == [], "the large one has room, though it has more"
-    assert world.take(large, 1, max_num_seqs=64) == ["r21"]
-    enqueue(world, 200)
-    assert len(world.take(small, 4, max_num_seqs=4)) == 4, "where all are full, each keeps a line of its own"
+    assert world.take(small, 4, places=0) == [], "the large one has room, though it has more"
+    assert world.take(large, 1) == ["r21"]
+
+
+def test_who_says_that_it_has_no_room_holds_nothing_back(world: World) -> None:
+    """It has seats, but its KV cache is full."""
+    full, other = sharers(world, 2)
+    assert world.take(full, 0) == []
+    enqueue(world, 10)
+    assert len(world.take(other, 100)) == 10
+
+
+def test_what_ends_makes_no_places_in_the_eyes_of_others(world: World) -> None:
+    full, other = sharers(world, 2)
+    enqueue(world, 6)
+    assert len(world.take(full, 3)) == len(world.take(other, 100)) == 3
+    world.end(full, *full.running[:2])
+    enqueue(world, 4)
+    assert len(world.take(other, 100)) == 4, "the line in the full engine may need all that was freed"
+
+
+def test_a_line_is_kept_of_the_surplus_alone(world: World) -> None:
+    full, other = sharers(world, 2)
+    world.take(other, 3)
+    enqueue(world, 5)
+    assert world.take(full, 4, places=0) == ["r1", "r2"], "the other one has places for three"
+    assert world.take(other, 4, places=3) == ["r3", "r4", "r5"]
+    enqueue(world, 6)
+    assert len(world.take(full, 4, places=0)) == 4, "where all are full, each keeps a line of its own"
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_nothing_waits_while_somebody_has_room_and_who_takes_rises_no_higher_than_others(
     world: World, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines of any size come in any order, with any room for now, until nobody gets anything."""
+    """Engines of any room, which changes, come in any order, ask for more or less than that, until nobody gets anything."""
     monkeypatch.setattr(ledger, "SHARE_TTL", 60.0)
     chance = random.Random(seed)
-    most = {engine: chance.randint(1, 40) for engine in sharers(world, chance.randint(2, 5))}
-    for engine, its_most in most.items():
-        world.take(engine, 1, its_most)
+    engines = sharers(world, chance.randint(2, 5))
     for _ in range(12):
+        places = {engine: chance.choice([0, 0, chance.randint(1, 40)]) for engine in engines}
+        for engine in engines:
+            assert world.take(engine, 0, places[engine]) == []
         enqueue(world, chance.randint(1, 40))
         idle: set[Engine] = set()
         takers: set[Engine] = set()
-        while idle != most.keys():
-            engine = chance.choice(list(most))
-            room = most[engine] - len(engine.running)
-            taken = world.take(engine, min(room, chance.randint(1, 5)), most[engine]) if room > 0 else []
-            idle = set() if taken else {*idle, engine}
+        lines = 0  # taken by engines that had no places for them
+        while idle != set(engines):
+            engine = chance.choice(engines)
+            most_now = chance.randint(1, 5) if places[engine] else chance.randint(0, 4)
+            taken = len(world.take(engine, most_now, places[engine]))
+            idle = set() if taken else {*idle, engine} if most_now else idle
+            lines += max(0, taken - places[engine])
+            places[engine] = max(0, places[engine] - taken)
             takers |= {engine} if taken else set()
         world.check_integrity()
-        open_ones = [len(engine.running) for engine in most if len(engine.running) < most[engine]]
+        open_ones = [len(engine.running) for engine in engines if places[engine]]
         if open_ones:
-            assert not world.queued()
+            assert not world.queued() and not lines
             assert max((len(engine.running) for engine in takers), default=0) <= min(open_ones) + 1
-        for engine in most:
+        for engine in engines:
             world.end(engine, *chance.sample(engine.running, chance.randint(0, len(engine.running))))
 
 

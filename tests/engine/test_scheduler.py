@@ -416,6 +416,25 @@ class TestWhatMayBeTaken:
         engine.add(*(make_request(f"s{number}") for number in range(3)))
         assert engine.scheduler.num_free_request_slots == 0
 
+    def test_places_are_the_seats_left_and_none_while_blocks_are_short(self) -> None:
+        engine = Engine(num_blocks=17, max_num_seqs=8)
+        assert engine.scheduler.num_free_places == 8
+        engine.add(make_request("a", 25), make_request("b", 25))
+        assert engine.scheduler.num_free_places == 6
+        engine.step()
+        assert engine.scheduler.num_free_places == 6
+        engine.add(make_request("c", 25))
+        engine.step()
+        assert engine.scheduler.num_free_places == 0, "two have 14 of 16 blocks, the third needs 7"
+        engine.scheduler.finish("c", 0, FinishReason.ABORT)
+        assert engine.scheduler.num_free_places == 6
+
+    def test_who_waits_for_budget_alone_takes_a_seat_and_no_more(self) -> None:
+        engine = Engine(budget=16, max_num_seqs=8)
+        engine.add(make_request("a", 40), make_request("b", 40))
+        engine.step()
+        assert engine.scheduler.num_free_places == 6
+
 
 @pytest.mark.parametrize(
     ("config", "message"),

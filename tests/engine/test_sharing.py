@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from engine.client import AsyncClient
@@ -20,12 +21,13 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
 
 
-async def run(client: AsyncClient, count: int, max_tokens: int = 100) -> Counter[str]:
+async def run(client: AsyncClient, count: int, max_tokens: int = 100, prompt: int = 20) -> Counter[str]:
     """So many requests at once, to their ends: slot -> how many ran there."""
-    requests = [make_request(client, max_tokens=max_tokens) for _ in range(count)]
+    alike = [make_request(client, prompt=prompt, max_tokens=max_tokens) for _ in range(count)]
+    requests = [msgspec.structs.replace(each, cache_salt=each.request_id) for each in alike]  # no two share blocks
     streams = [stream for request in requests for stream in await add(client, request)]
     for request, (tokens, (end,)) in zip(requests, await asyncio.gather(*map(collect, streams)), strict=True):
-        assert tokens == [expected(request)] and end.reason == FinishReason.LENGTH
+        assert tokens == [expected(request, prompt=prompt)] and end.reason == FinishReason.LENGTH
     records = await asyncio.gather(*(client.record(MODEL, request.request_id) for request in requests))
     return Counter(record.engine for record in records if record is not None)
 
@@ -50,6 +52,18 @@ async def test_engines_of_different_size_take_everything(start_engine: Callable[
     async with asyncio.timeout(20):
         shares = await run(client, 24)
     assert shares["0"] + shares["1"] == 24 and shares["1"] >= 16, shares
+
+
+async def test_an_engine_short_of_kv_cache_holds_nothing_back(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four prompts fill its cache. It has seats for all, but what waits goes to who has blocks too."""
+    monkeypatch.setattr("engine.ledger.SHARE_TTL", 60.0)
+    start_engine(max_num_seqs=64, num_blocks=33)
+    start_engine(max_num_seqs=64)
+    async with asyncio.timeout(20):
+        shares = await run(client, 24, max_tokens=50, prompt=100)
+    assert shares["0"] + shares["1"] == 24 and shares["1"] >= 15, shares
 
 
 async def test_who_sleeps_holds_nothing_back(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
