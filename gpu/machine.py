@@ -7,6 +7,8 @@ from pathlib import Path
 
 import psutil
 
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, where its own is the only one that it sees
+
 
 def available_cores() -> int:
     """Cores that this process may use."""
@@ -19,10 +21,21 @@ def available_memory() -> int:
     Pages of files that it has read through a mapping, weights above all, are free to the kernel, not to us: they are read again.
     """
     available = psutil.virtual_memory().available - psutil.Process().memory_info().shared
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        available = min(available, max(0, int(text) - int(used.read_text())))
+    limit = CONTROL_GROUP / "memory.max"
+    if limit.is_file() and (text := limit.read_text().strip()) != "max":
+        available = min(available, int(text) - _used_memory(CONTROL_GROUP))
     return max(0, available)
+
+
+def _used_memory(group: Path) -> int:
+    """Bytes of a control group (version 2) that its limit would not get back by dropping what it has cached of files.
+
+    memory.current counts those too, up to the limit where a checkpoint was read or a file was written. What somebody has mapped of
+    them is in use.
+    """
+    counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    cached = int(counts["inactive_file"]) + int(counts["active_file"])  # not tmpfs
+    return int((group / "memory.current").read_text()) - max(0, cached - int(counts["file_mapped"]))
 
 
 def compute_threads(cores: int, replicas: int, ranks: int) -> int:
