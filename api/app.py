@@ -13,9 +13,11 @@ from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from api import chat, completions, health, models, requests, tokenize
 from api.auth import Authentication, check_exposure
+from api.direct import DirectRoutes
 from api.errors import install_error_handlers
 from api.middleware import BodyLimit, RequestContext
 from api.schemas import ErrorAnswer
@@ -40,7 +42,25 @@ async def metrics(request: Request) -> Response:
     return Response(await run_in_threadpool(metrics.render), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-def create_app(config: ApiConfig, redis_config: RedisConfig) -> FastAPI:
+class Application(FastAPI):
+    """`state.service` is `service`. The layers that everything passes are around FastAPI's own, and what needs none of those goes
+    past them."""
+
+    def __init__(self, service: Service, **more: Any) -> None:
+        super().__init__(**more)
+        self.state.service = service
+
+    def build_middleware_stack(self) -> ASGIApp:
+        service: Service = self.state.service
+        config = service.config
+        app: ASGIApp = DirectRoutes(super().build_middleware_stack(), (chat.router, completions.router), config.max_request_bytes)
+        app = Authentication(app, service.keys)
+        if config.allowed_origins:
+            app = CORSMiddleware(app, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+        return RequestContext(app, service.metrics, config.enable_request_id_headers)
+
+
+def create_app(config: ApiConfig, redis_config: RedisConfig) -> Application:
     """An application that connects to Redis when it starts up; its `Service` is `app.state.service`.
 
     Raises ConfigurationError for settings that cannot be, and where it would be open to the network without keys.
@@ -56,7 +76,8 @@ def create_app(config: ApiConfig, redis_config: RedisConfig) -> FastAPI:
         finally:
             await service.close()
 
-    app = FastAPI(
+    app = Application(
+        service,
         title="headrace",
         version=VERSION,
         description=DESCRIPTION,
@@ -64,13 +85,12 @@ def create_app(config: ApiConfig, redis_config: RedisConfig) -> FastAPI:
         redirect_slashes=False,
         openapi_url=None if config.disable_fastapi_docs else "/openapi.json",  # without it there are no pages either
     )
-    app.state.service = service
     for module in (chat, completions, models, tokenize, requests):
         app.include_router(module.router, dependencies=[Depends(demand_json)], responses=ERRORS)
     app.include_router(health.router)
     app.include_router(metrics_router)
     install_error_handlers(app)
-    _add_layers(app, service)
+    app.add_middleware(BodyLimit, max_bytes=config.max_request_bytes)
     return app
 
 
@@ -95,13 +115,3 @@ def _demand_unicode(body: bytes) -> None:
             message = "The body has a lone surrogate, which is not Unicode text"
             shown = f"\\u{ord(error.object[error.start]):04x}"
             raise RequestValidationError([{"type": "unicode", "loc": ("body",), "msg": message, "input": shown}]) from error
-
-
-def _add_layers(app: FastAPI, service: Service) -> None:
-    """Inside out: the last one added is the outermost."""
-    config = service.config
-    app.add_middleware(BodyLimit, max_bytes=config.max_request_bytes)
-    app.add_middleware(Authentication, keys=service.keys)
-    if config.allowed_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(RequestContext, metrics=service.metrics, id_header=config.enable_request_id_headers)

@@ -157,8 +157,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Registers handlers for specific classes; what nothing catches is answered by `api.middleware.RequestContext`."""
+    """What no other handler is for becomes a 500 too, and goes on to `api.middleware.RequestContext`, which logs it."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(BusUnavailable, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_api_error)

@@ -1,4 +1,4 @@
-"""Scripts of many tasks on one connection: each gets its own answer, or learns that there is none, and another connection follows."""
+"""Scripts of many tasks on one connection: each gets its own answer, or learns that it has none, and another connection follows."""
 
 from __future__ import annotations
 
