@@ -1,8 +1,9 @@
 """Cores that engines of one machine lend each other: a step is cut into parts only where cores stand idle.
 
 Two engines on two cores each compute in one thread while both are busy, as four threads would take each other's time slices; an
-engine that is alone with a long prompt has both for it. A core is a file, who has locked it the one that uses it, and the dead hold
-no locks. A step in one piece asks nobody: its threads, where there are more than two, work inside its operations (gpu.parts.Team).
+engine that is alone with a long prompt has both for it. A core is a byte of a file, who has locked it the one that uses it, and the
+dead hold no locks. A step in one piece asks nobody: its threads, where there are more than two, work inside its operations
+(gpu.parts.Team).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import tempfile
+import struct
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,63 +19,63 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+# On every machine and in every container, open to everybody, and tidied up by nobody, as files in /tmp are. Locks belong to this
+# opening of it (OFD): those of a process would go when it closes any other.
+SHARED_FILE = Path("/dev/null")
+FIRST_BYTE = 0x68656164 << 16  # far from whatever others may lock there
+FIRST_SPARE = 1 << 15  # the number of the first of those that are no core
+_FLOCK = struct.Struct("@hhqqi4x")  # type, whence, start, length, pid
+
 
 class Cores:
-    """This process's cores, by their numbers, as files in a folder that all of a user's engines know.
+    """This process's cores, by their numbers, as bytes of a file that all engines of the machine know.
 
     `count`: how many at least, where more threads than cores are asked for.
     """
 
-    def __init__(self, count: int, folder: Path | None = None) -> None:
+    def __init__(self, count: int, file: Path = SHARED_FILE) -> None:
         numbers = sorted(os.sched_getaffinity(0))
-        names = [f"core-{number}" for number in numbers] + [f"more-{number}" for number in range(count - len(numbers))]
+        numbers += range(FIRST_SPARE, FIRST_SPARE + count - len(numbers))
+        self._locks = [(_request(fcntl.F_WRLCK, number), _request(fcntl.F_UNLCK, number)) for number in numbers]
+        self._file = -1
         try:
-            self._files = _open_files(folder or _shared_folder(), names)
+            self._file = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+            fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, self._locks[0][0])  # raises where there are no such locks
         except OSError as error:  # then every step takes what it wants
             logger.warning("engines cannot tell each other which cores are busy: %s", error)
-            self._files = []
-        self.close = weakref.finalize(self, _close, self._files)
+            self._locks = []
+        self.close = weakref.finalize(self, _close, self._file)
 
     @contextmanager
     def claim(self, most: int) -> Iterator[int]:
         """Holds up to `most` cores that nobody holds. Yields how many threads to use: their number, 1 at least."""
-        if not self._files:
+        if not self._locks:
             yield most
             return
-        held: list[int] = []
+        held: list[bytes] = []
         try:
-            for file in self._files:
-                if len(held) < most and _is_free(file):
-                    held.append(file)
+            for lock, unlock in self._locks:
+                if len(held) < most and self._is_free(lock):
+                    held.append(unlock)
             yield max(1, len(held))
         finally:
-            for file in held:
-                fcntl.flock(file, fcntl.LOCK_UN)
+            for unlock in held:
+                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, unlock)
+
+    def _is_free(self, lock: bytes) -> bool:
+        """Whether nobody held it, who did not; we do now."""
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, lock)
+        except BlockingIOError:
+            return False
+        return True
 
 
-def _close(files: list[int]) -> None:
-    for file in files:
+def _close(file: int) -> None:
+    if file >= 0:
         os.close(file)
 
 
-def _is_free(file: int) -> bool:
-    """Whether nobody held it, who did not; we do now."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _open_files(folder: Path, names: list[str]) -> list[int]:
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} is somebody else's")
-    files = [os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for name in names]
-    for file in files:
-        os.utime(file)  # who tidies the folder up takes old files first
-    return files
-
-
-def _shared_folder() -> Path:
-    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"headrace-cores-{os.getuid()}"
+def _request(type: int, number: int) -> bytes:
+    """The struct flock that locks or unlocks a core's byte."""
+    return _FLOCK.pack(type, os.SEEK_SET, FIRST_BYTE + number, 1, 0)

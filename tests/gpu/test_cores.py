@@ -2,18 +2,25 @@
 
 import multiprocessing
 import os
+import shutil
 
 import pytest
 
 from gpu.cores import Cores
 
 
+@pytest.fixture(autouse=True)
+def no_cores_of_this_machine(monkeypatch):
+    """Bytes that no engine, and no other run of these tests, locks."""
+    monkeypatch.setattr("gpu.cores.FIRST_BYTE", os.getpid() << 32)
+
+
 @pytest.fixture
-def make_cores(tmp_path):
+def make_cores():
     made = []
 
-    def make(count=2, folder=tmp_path / "cores"):
-        made.append(Cores(count, folder))
+    def make(count=2, **more):
+        made.append(Cores(count, **more))
         return made[-1]
 
     yield make
@@ -58,9 +65,9 @@ def test_an_error_in_the_step_gives_them_back(make_cores):
         assert threads == 2
 
 
-def test_a_killed_engine_holds_none(make_cores, tmp_path):
+def test_a_killed_engine_holds_none(make_cores):
     def die_in_a_step():
-        with Cores(2, tmp_path / "cores").claim(2) as threads:
+        with Cores(2).claim(2) as threads:
             os._exit(threads)
 
     process = multiprocessing.get_context("fork").Process(target=die_in_a_step)
@@ -71,8 +78,27 @@ def test_a_killed_engine_holds_none(make_cores, tmp_path):
         assert threads == 2
 
 
-def test_without_the_folder_every_step_has_what_it_wants(tmp_path, make_cores, caplog):
-    (tmp_path / "file").write_text("")
-    with make_cores(folder=tmp_path / "file").claim(2) as threads:
+def test_engines_before_and_after_a_tidy_of_temporary_files_see_each_other(make_cores, tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = make_cores()
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path)
+    after = make_cores()
+    with before.claim(1), after.claim(2) as threads:
+        assert threads == 1
+
+
+def test_a_file_that_the_process_opens_and_closes_takes_no_claim_with_it(make_cores):
+    mine, theirs = make_cores(), make_cores()
+    with mine.claim(2):
+        with open(os.devnull, "w"):
+            pass
+        with theirs.claim(2) as threads:
+            assert threads == 1
+
+
+def test_without_the_file_every_step_has_what_it_wants(tmp_path, make_cores, caplog):
+    with make_cores(file=tmp_path / "nothing").claim(2) as threads:
         assert threads == 2
     assert "busy" in caplog.text

@@ -1,5 +1,7 @@
 """Steps in parts: cut where tokens balance, the same tokens and bits as in one piece, and no part left waiting by a failure."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +13,8 @@ from tests.gpu.tiny_models import save_model
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # cores that no engine of this machine uses
+def small_parts(monkeypatch):
+    monkeypatch.setattr("gpu.cores.FIRST_BYTE", os.getpid() << 32)  # cores that no engine of this machine uses
     monkeypatch.setattr("gpu.parts.FEWEST_TOKENS", 1)
     yield
     torch.set_num_threads(1)
