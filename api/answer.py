@@ -24,7 +24,7 @@ async def answer(
     """The response to an enqueued request; from here on the generation closes by itself."""
     if generation.task.stream:
         return GenerationStream(
-            _frames(generation, format), generation, headers, keep_alive, begun=partial(shorten, generation, format)
+            _frames(generation, format), generation, headers, keep_alive, on_first=partial(shorten, generation, format)
         )
     try:
         choices = await _unless_disconnected(request, generation)

@@ -24,8 +24,8 @@ JSON_TYPE = b"application/json"
 
 
 class DirectRoutes:
-    """ASGI layer right before `app`. `routers`: those whose endpoints take a `body`, which is a model, and the `request`, and return
-    a response; `max_bytes`: of a body."""
+    """ASGI layer right before `app`. `routers`: of endpoints that take a `body`, which is a model, and the `request`, and return a
+    response; `max_bytes`: of a body."""
 
     def __init__(self, app: ASGIApp, routers: Iterable[APIRouter], max_bytes: int) -> None:
         self._app = app

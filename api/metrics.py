@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
@@ -29,12 +28,15 @@ HTTP_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 
 
 _LABELS = ("model_name", "engine")
 
-MetricT = TypeVar("MetricT", Counter, Histogram)
+
+def shared() -> bool:
+    """Any of several processes may be asked for the numbers of all."""
+    return bool(os.environ.get("PROMETHEUS_MULTIPROC_DIR"))
 
 
 class Tally:
-    """Observations for a histogram, counted here and told it together: for each token, two locks and a walk along the buckets would
-    cost as much as its event. Belongs to one thread."""
+    """Observations for a histogram, counted here and told it together: each by itself would be two locks and a walk along the
+    buckets, as much as the event of a token costs. Belongs to one thread."""
 
     def __init__(self, histogram: Histogram, bounds: tuple[float, ...]) -> None:
         self._histogram = histogram
@@ -51,6 +53,8 @@ class Tally:
 
     def tell(self) -> None:
         """What was observed since the last time becomes the histogram's."""
+        if not any(self._counts):
+            return
         for bucket, count in zip(self._histogram._buckets, self._counts, strict=True):
             if count:
                 bucket.inc(count)
@@ -58,17 +62,36 @@ class Tally:
         self._forget()
 
 
-class Labelled(Generic[MetricT]):
-    """A metric with its children at hand: to find one, prometheus_client makes a string of each label and takes a lock."""
+class Tallied:
+    """A histogram with a tally for each set of labels."""
 
-    def __init__(self, metric: MetricT) -> None:
-        self._metric: MetricT = metric
-        self._children: dict[tuple[str, ...], MetricT] = {}
+    def __init__(self, histogram: Histogram, bounds: tuple[float, ...]) -> None:
+        self._histogram = histogram
+        self._bounds = bounds
+        self._tallies: dict[tuple[str, ...], Tally] = {}
 
-    def labels(self, *labels: str) -> MetricT:
+    def labels(self, *labels: str) -> Tally:
+        tally = self._tallies.get(labels)
+        if tally is None:
+            tally = self._tallies[labels] = Tally(self._histogram.labels(*labels), self._bounds)
+        return tally
+
+    def tell(self) -> None:
+        for tally in self._tallies.values():
+            tally.tell()
+
+
+class Counted:
+    """A counter with its children at hand: to find one, prometheus_client makes a string of each label and takes a lock."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._children: dict[tuple[str, ...], Counter] = {}
+
+    def labels(self, *labels: str) -> Counter:
         child = self._children.get(labels)
         if child is None:
-            child = self._children[labels] = self._metric.labels(*labels)
+            child = self._children[labels] = self._counter.labels(*labels)
         return child
 
 
@@ -79,15 +102,20 @@ class Metrics:
         self.prefix = prefix
         self.engines: Callable[[], list[EngineInfo]] = list
         self._registry = CollectorRegistry()
-        self._gaps: dict[tuple[str, str], Tally] = {}  # by labels
+        self._tallied: list[Tallied] = []
         self._make_request_metrics()
         self._make_http_metrics()
 
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Labelled[Histogram]:
-        return Labelled(Histogram(f"{self.prefix}:{name}", help, _LABELS, buckets=buckets, registry=self._registry))
+    def _tally(self, name: str, help: str, labels: tuple[str, ...], buckets: tuple[float, ...]) -> Tallied:
+        tallied = Tallied(Histogram(name, help, labels, buckets=buckets, registry=self._registry), buckets)
+        self._tallied.append(tallied)
+        return tallied
+
+    def _request_tally(self, name: str, help: str, buckets: tuple[float, ...]) -> Tallied:
+        return self._tally(f"{self.prefix}:{name}", help, _LABELS, buckets)
 
     def _make_request_metrics(self) -> None:
-        make = self._histogram
+        make = self._request_tally
         self.ttft = make("time_to_first_token_seconds", "From arrival at the API server to the first token", TTFT_BUCKETS)
         self.itl = make("inter_token_latency_seconds", "Between two outputs of a request", ITL_BUCKETS)
         self.tpot = make("request_time_per_output_token_seconds", "Mean time a token after the first", ITL_BUCKETS)
@@ -107,7 +135,7 @@ class Metrics:
         self.computed = make(
             "request_prefill_kv_computed_tokens", "Prompt tokens that the prefix cache did not answer", TOKEN_BUCKETS
         )
-        self.success = Labelled(
+        self.success = Counted(
             Counter(
                 f"{self.prefix}:request_success", "Choices ended, by how", (*_LABELS, "finished_reason"), registry=self._registry
             )
@@ -122,22 +150,10 @@ class Metrics:
     def _make_http_metrics(self) -> None:
         route = ("handler", "method")
         registry = self._registry
-        self.http_requests = Labelled(Counter("http_requests", "HTTP requests", (*route, "status"), registry=registry))
-        self.http_duration = Labelled(
-            Histogram(
-                "http_request_duration_seconds",
-                "Seconds to the end of the response",
-                route,
-                buckets=HTTP_BUCKETS,
-                registry=registry,
-            )
-        )
-        self.http_request_size = Labelled(
-            Histogram("http_request_size_bytes", "Request bodies", ("handler",), buckets=BODY_BUCKETS, registry=registry)
-        )
-        self.http_response_size = Labelled(
-            Histogram("http_response_size_bytes", "Response bodies", ("handler",), buckets=BODY_BUCKETS, registry=registry)
-        )
+        self.http_requests = Counted(Counter("http_requests", "HTTP requests", (*route, "status"), registry=registry))
+        self.http_duration = self._tally("http_request_duration_seconds", "Seconds to the end of the response", route, HTTP_BUCKETS)
+        self.http_request_size = self._tally("http_request_size_bytes", "Request bodies", ("handler",), BODY_BUCKETS)
+        self.http_response_size = self._tally("http_response_size_bytes", "Response bodies", ("handler",), BODY_BUCKETS)
         self.in_flight = Gauge(
             f"{self.prefix}:api_requests_in_flight", "HTTP requests being answered", registry=registry, multiprocess_mode="livesum"
         )
@@ -150,16 +166,11 @@ class Metrics:
     def choice_ended(self, model: str, engine: str, reason: FinishReason) -> None:
         self.success.labels(model, engine, str(reason)).inc()
 
-    def gaps(self, labels: tuple[str, str]) -> Tally:
-        """Where the time between two outputs of a request is observed."""
-        if labels not in self._gaps:
-            self._gaps[labels] = Tally(self.itl.labels(*labels), ITL_BUCKETS)
-        return self._gaps[labels]
-
     def settle(self) -> None:
-        """Before `render`, on the event loop: what was counted aside is told."""
-        for tally in self._gaps.values():
-            tally.tell()
+        """What was counted aside is told: on the event loop, before `render`, and from time to time where other processes are asked
+        for this one's numbers."""
+        for tallied in self._tallied:
+            tallied.tell()
 
     def prompt_ended(
         self, labels: tuple[str, str], times: RequestTimes, prompt_len: int, num_cached: int, output_lens: list[int]
@@ -181,7 +192,7 @@ class Metrics:
     def render(self) -> bytes:
         """Everything, in Prometheus' text format 0.0.4."""
         registry = self._registry
-        if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        if shared():
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         engines = CollectorRegistry()

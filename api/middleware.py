@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,7 +21,7 @@ logger = logging.getLogger("headrace.api")
 
 UNCOUNTED_PATHS = frozenset({"/metrics", "/health", "/live", "/ready", "/load", "/ping", "/version"})
 LINGER_SECONDS = 2.0  # that a client which sends too much is listened to behind its answer
-_BODY_SENDER = "body_sender"  # in a scope's state
+_ID_HEADER = REQUEST_ID_HEADER.lower().encode()  # as ASGI has it
 UNKNOWN_ROUTE = "none"  # label of what no route answers: paths that clients make up would be labels without end
 
 
@@ -73,9 +74,7 @@ class _Exchange:
         self._writer = event_writer(scope)
         self._send = send
         self._id_header = id_header
-        state = scope.setdefault("state", {})
-        state["request_id"] = self.request_id
-        state[_BODY_SENDER] = self.send
+        scope.setdefault("state", {})["request_id"] = self.request_id
 
     @property
     def num_bytes(self) -> int:
@@ -85,21 +84,18 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = MutableHeaders(scope=message)
-            if self._id_header:
-                headers.setdefault(REQUEST_ID_HEADER, self.request_id)
-            else:
-                del headers[REQUEST_ID_HEADER]
+            message["headers"] = self._with_id(message.get("headers", ()))
         elif message["type"] == "http.response.body":
             self._num_bytes += len(message.get("body", b""))
         await self._send(message)
 
-
-def body_sender(scope: Scope, send: Send) -> Send:
-    """What a stream that has begun may send its pieces with instead of `send`, all but the last: the layers between the outermost
-    one and a route look only at how a response begins and ends, and all of them together cost as much a piece as making it."""
-    shorter: Send = scope.get("state", {}).get(_BODY_SENDER, send)
-    return shorter
+    def _with_id(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """The response's own id where it has one; none where none is wanted."""
+        given = [header for header in headers if header[0] == _ID_HEADER]
+        others = [header for header in headers if header[0] != _ID_HEADER]
+        if not self._id_header:
+            return others
+        return others + (given or [(_ID_HEADER, self.request_id.encode())])
 
 
 class BodyLimit:

@@ -31,7 +31,7 @@ class RequestObserver:
     def first_output(self, generation: Generation, now: float) -> Callable[[float], None]:
         labels = _labels(generation)
         self._metrics.ttft.labels(*labels).observe(now - generation.arrival)
-        return self._metrics.gaps(labels).observe
+        return self._metrics.itl.labels(*labels).observe
 
     def choice_ended(self, generation: Generation, index: int, reason: FinishReason) -> None:
         self._metrics.choice_ended(*_labels(generation), reason)
@@ -39,8 +39,6 @@ class RequestObserver:
     def closed(self, generation: Generation) -> None:
         """Aborted requests are in every histogram that they have a number for."""
         self.open.discard(generation)
-        if generation.first_output:
-            self._metrics.gaps(_labels(generation)).tell()
         now = time.time()
         labels, n = _labels(generation), generation.task.n
         for place, prompt in enumerate(generation.task.prompts):

@@ -111,6 +111,7 @@ async def _serve(app: FastAPI, listener: socket.socket) -> int:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # nobody asks for the client's address
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=LAST_WORDS_SECONDS,
             backlog=BACKLOG,

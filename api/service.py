@@ -12,7 +12,7 @@ from fastapi import Request
 
 from api.auth import EVERYBODY, KeyRing, Principal
 from api.errors import REDIS_AWAY, RETRY_AFTER, ServiceUnavailable
-from api.metrics import Metrics
+from api.metrics import Metrics, shared
 from api.observer import RequestObserver
 from api.served import ServedModels
 from engine.bus import AsyncBus
@@ -22,6 +22,7 @@ from engine.config import ApiConfig, RedisConfig
 logger = logging.getLogger("headrace.api")
 
 RETRY_SECONDS = 1.0
+SETTLE_SECONDS = 0.5  # that another process's view of this one's metrics may be behind
 
 
 class Service:
@@ -41,6 +42,7 @@ class Service:
         self.on_failure: Callable[[BaseException], None] | None = None
         self._client: AsyncClient | None = None
         self._background: asyncio.Task[None] | None = None
+        self._settling: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Begin to connect; returns once connected, or at the first failure, after which it goes on trying behind."""
@@ -48,6 +50,8 @@ class Service:
         self.bus = AsyncBus(self.redis_config.redis_url)
         self._background = asyncio.create_task(self._run(first_try))
         self._background.add_done_callback(self._background_done)
+        if shared():
+            self._settle()
         await first_try.wait()
 
     async def _run(self, first_try: asyncio.Event) -> None:
@@ -59,6 +63,11 @@ class Service:
             except (BusUnavailable, ServiceUnavailable) as error:
                 logger.warning("a model could not be made ready, trying again: %s", error)
             await asyncio.sleep(RETRY_SECONDS)
+
+    def _settle(self) -> None:
+        """Another process may be asked for this one's numbers at any time."""
+        self.metrics.settle()
+        self._settling = asyncio.get_running_loop().call_later(SETTLE_SECONDS, self._settle)
 
     async def _connect(self, first_try: asyncio.Event) -> None:
         while self._client is None:
@@ -109,6 +118,9 @@ class Service:
         if self._client is not None:
             await self._client.close()
         await self.bus.close()
+        if self._settling is not None:
+            self._settling.cancel()
+        self.metrics.settle()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 

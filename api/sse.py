@@ -14,17 +14,18 @@ from typing import Any
 
 import msgspec
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.connection import EventWriter, event_writer
 from api.errors import ApiError, as_api_error, body_of
 from api.generation import Generation
-from api.middleware import body_sender
 
 logger = logging.getLogger("headrace.api")
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = ServerSentEvent(comment="keep-alive", sep="\n").encode()
+_HEADERS = tuple(EventSourceResponse(iter(())).raw_headers)
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -47,7 +48,7 @@ class ChunkFrame:
         return b"%b%b]%b}\n\n" % (self._head, choices, tail)
 
 
-class GenerationStream(EventSourceResponse):
+class GenerationStream(Response):
     """An event stream that closes its generation even if the client was gone before the first event was asked for.
 
     The headers are sse-starlette's. It would run a stream as four tasks, though, with a timeout's scope around each event; this is
@@ -60,22 +61,25 @@ class GenerationStream(EventSourceResponse):
         generation: Generation,
         headers: dict[str, str],
         keep_alive: float,
-        begun: Callable[[EventWriter | None], None] = lambda writer: None,
+        on_first: Callable[[EventWriter | None], None] = lambda writer: None,
     ) -> None:
-        """`keep_alive`: seconds between comments, 0: none; `begun` is called once, when the first event has been sent."""
-        super().__init__(frames, headers=headers, ping=keep_alive, sep="\n")
+        """`keep_alive`: seconds between comments, 0: none; `on_first` is called once, when the first event has been sent."""
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = [*_HEADERS, *((name.lower().encode(), value.encode()) for name, value in headers.items())]
         self._frames = frames
         self._generation = generation
-        self._begun = begun
+        self._keep_alive = keep_alive
+        self._on_first = on_first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        send_piece, writer = body_sender(scope, send), event_writer(scope)
+        writer = event_writer(scope)
         watch = asyncio.create_task(self._close_when_gone(receive))
-        comments = KeepAlive(self.ping_interval, send_piece, writer)
+        comments = KeepAlive(self._keep_alive, send, writer)
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             comments.start()
-            await self._send_events(send_piece, writer)
+            await self._send_events(send, writer)
             await send({"type": "http.response.body", "body": DONE})
         finally:
             comments.stop()
@@ -84,14 +88,14 @@ class GenerationStream(EventSourceResponse):
 
     async def _send_events(self, send: Send, writer: EventWriter | None) -> None:
         """All but the last; where an error comes, it is the last of these."""
-        begun = False
+        is_first = True
         try:
             async with aclosing(self._frames) as frames:
                 async for frame in frames:
                     await send({"type": "http.response.body", "body": frame, "more_body": True})
-                    if not begun:
-                        begun = True
-                        self._begun(writer)
+                    if is_first:
+                        is_first = False
+                        self._on_first(writer)
         except Exception as error:
             if not isinstance(error, ApiError):
                 logger.exception("a stream failed", extra={"request_id": self._generation.external_id})

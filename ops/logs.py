@@ -13,7 +13,7 @@ import traceback
 from datetime import UTC, datetime
 from typing import IO, Any, cast
 
-from pythonjsonlogger.json import JsonFormatter
+from pythonjsonlogger.json import JsonEncoder, JsonFormatter
 
 from engine.config import LogConfig
 
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "color_message"}
 _QUIET = ("asyncio", "httpx", "httpcore", "numba", "kombu", "celery", "uvicorn.error")  # heard from warnings on
+
+_encode = JsonEncoder().encode  # made once: the library's own way makes one a line
 
 
 def resolve_format(config: LogConfig, stream: IO[str] = sys.stderr) -> str:
@@ -71,15 +73,21 @@ class _StderrHandler(logging.StreamHandler[IO[str]]):
 
 class _JsonFormatter(JsonFormatter):
     def __init__(self, role: str) -> None:
-        super().__init__(static_fields={"role": role})
+        super().__init__()
+        self._role = role
 
     def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
         log_data["time"] = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         log_data["level"] = record.levelname.lower()
         log_data["logger"] = record.name
         log_data["pid"] = record.process
-        super().add_fields(log_data, record, message_dict)
-        log_data.pop("color_message", None)
+        log_data["message"] = record.message
+        log_data["role"] = self._role
+        log_data.update(message_dict)  # traces
+        log_data.update((key, value) for key, value in record.__dict__.items() if key not in _STANDARD)
+
+    def jsonify_log_record(self, log_data: dict[str, Any]) -> str:
+        return _encode(log_data)
 
 
 class _TextFormatter(logging.Formatter):

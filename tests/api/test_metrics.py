@@ -117,6 +117,7 @@ def test_an_engine_that_has_not_stepped() -> None:
 def test_buckets_are_vllms() -> None:
     metrics = Metrics("headrace")
     metrics.ttft.labels("m", "0").observe(0.03)
+    metrics.settle()
     bounds = re.findall(r'time_to_first_token_seconds_bucket\{[^}]*le="([^"]+)"', metrics.render().decode())
     assert [float(bound) for bound in bounds] == [*map(float, TTFT_BUCKETS), float("inf")]
 
@@ -126,6 +127,7 @@ def test_durations_come_from_the_requests_marks() -> None:
     times = RequestTimes(received=10.0, scheduled=12.0, first_token=15.0, last_token=25.0, num_preemptions=2)
     metrics.prompt_ended(("m", "0"), times, prompt_len=40, num_cached=16, output_lens=[11, 3])
     metrics.choice_ended("m", "0", FinishReason.ABORT)
+    metrics.settle()
     found = samples(metrics.render().decode())
     labels = frozenset({("model_name", "m"), ("engine", "0")})
     for name, expected in {"queue": 2.0, "prefill": 3.0, "decode": 10.0, "inference": 13.0}.items():
@@ -158,6 +160,7 @@ import os, sys
 from api.metrics import Metrics
 metrics = Metrics("headrace")
 metrics.ttft.labels("m", "0").observe(0.5)
+metrics.settle()
 if sys.argv[1] == "scrape":
     sys.stdout.write(metrics.render().decode())
 """
