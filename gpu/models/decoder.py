@@ -24,6 +24,8 @@ class CausalLM:
             raise CheckpointError(
                 f"tensor parallel size {group.size} does not divide the model's {config.num_kv_heads} key-value heads"
             )
+        for num_features in (config.num_heads * config.head_dim, config.intermediate_size):
+            reader.check_row_parallel(num_features)
         self.config = config
         self.num_kv_heads = config.num_kv_heads // group.size  # of this rank
         self.rotary = RotaryEmbedding(

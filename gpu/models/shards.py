@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from gpu.distributed import TensorParallelGroup
+from gpu.errors import CheckpointError
 from gpu.layers import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
 from gpu.linear import Linear, Numerics, open_linear, pack
 from gpu.packed import PackedMatrix, PrivateWeights, SharedWeights
 from gpu.weights import Checkpoint
 from kernels.blocks import Blocks, join_rows
+
+INT8_BLOCK = 32  # columns that share a scale, as kernels.blocks.quantize has them
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,16 @@ class ShardReader:
         if self.has(names[0] + ".bias"):
             bias = torch.cat([self._bias(f"{name}.bias", shard) for name, shard in zip(names, shards, strict=True)])
         return self._linear([Part(f"{name}.weight", rows=shard) for name, shard in zip(names, shards, strict=True)], bias)
+
+    def check_row_parallel(self, num_features: int) -> None:
+        """Raises CheckpointError where int8's blocks would not lie whole on one rank each: other blocks, of weights and of
+        activations, have other scales, so that what is computed would depend on the number of ranks."""
+        width = self.group.shard_width(num_features)
+        if self.numerics.quantization == "int8" and self.group.size > 1 and width % INT8_BLOCK:
+            raise CheckpointError(
+                f"tensor parallel size {self.group.size} divides {num_features} columns of a matrix into parts of {width}, which "
+                f"cuts through int8's blocks of {INT8_BLOCK}; use another size or --quantization none"
+            )
 
     def row_parallel(self, name: str) -> RowParallelLinear:
         columns = self.group.shard(self.checkpoint.shapes[f"{name}.weight"][1])

@@ -11,8 +11,10 @@ from gpu.kv_cache import KVCache
 from gpu.linear import Numerics
 from gpu.models import load_model
 from gpu.models.rotary import RotaryEmbedding
+from gpu.models.shards import INT8_BLOCK
 from gpu.weights import open_checkpoint
-from tests.gpu.tiny_models import VARIANTS, save_model
+from kernels.blocks import quantize
+from tests.gpu.tiny_models import SIZES, VARIANTS, save_model
 
 BLOCK = 16
 CPU = torch.device("cpu")
@@ -111,6 +113,47 @@ def test_tensor_parallel_size_must_divide_the_kv_heads(tmp_path):
     save_model("llama", tmp_path)
     with pytest.raises(CheckpointError, match="size 3 does not divide the model's 2 key-value heads"):
         load_model(open_checkpoint(str(tmp_path)), FLOAT32, CPU, TensorParallelGroup(0, 3))
+
+
+INT8 = Numerics(torch.float16, torch.float32, "int8")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"head_dim": 32}, "size 2 divides 100 columns of a matrix into parts of 50"),
+        (
+            {"intermediate_size": 128},
+            "size 2 divides 48 columns of a matrix into parts of 24",
+        ),
+    ],
+)
+def test_ranks_that_would_cut_int8_blocks_are_refused_before_anything_is_read(tmp_path, monkeypatch, sizes, message):
+    monkeypatch.setitem(VARIANTS, "odd", ("Llama", sizes))
+    save_model("odd", tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    monkeypatch.setattr(checkpoint, "tensor", lambda *_: pytest.fail("read"))
+    with pytest.raises(CheckpointError, match=message):
+        load_model(checkpoint, INT8, CPU, TensorParallelGroup(0, 2))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_int8_values_do_not_depend_on_the_number_of_ranks(tmp_path, monkeypatch, size):
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 256}
+    monkeypatch.setitem(VARIANTS, "even", ("Llama", sizes))
+    save_model("even", tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    alone = load_model(checkpoint, INT8, CPU, TensorParallelGroup())
+    ranks = [load_model(checkpoint, INT8, CPU, TensorParallelGroup(rank, size)) for rank in range(size)]
+    rows = torch.arange(SIZES["hidden_size"])
+    for whole, *shards in zip(*(model.layers for model in (alone, *ranks)), strict=True):
+        for layer_of in (lambda layer: layer.attention.output, lambda layer: layer.mlp.down):
+            values = torch.cat([layer_of(shard).linear.rows(rows) for shard in shards], dim=1)
+            assert torch.equal(values, layer_of(whole).linear.rows(rows))
+
+
+def test_int8_blocks_are_as_wide_as_is_checked():
+    assert quantize(np.ones((1, 320), np.float32)).block_size == INT8_BLOCK
 
 
 def test_unknown_rope_is_refused():
