@@ -57,7 +57,7 @@ def measure_overhead(sizes: list[int], num_steps: int) -> list[Table]:
         "running", *PARTS, "sum", "calm", *OTHERS, title=f"ms a step, medians of {num_steps}; calm: the sum's lowest tenth"
     )
     whole = Table(
-        "running", "worker", "steps/s", "engine", "its main thread", "worker", "Valkey", title=f"CPU ms a step, {num_steps} steps"
+        "running", "backend", "steps/s", "engine", "its main thread", "worker", "Valkey", title=f"CPU ms a step, {num_steps} steps"
     )
     with embedded_valkey() as url:
         for size in sizes:

@@ -165,16 +165,17 @@ def beside_bounds(results: Runs, rates: dict[str, dict[str, Any]], config: Archi
             for cores in [left, 1.0] if work in ONE_CORE else [left]:
                 best = serve_at_best(LOADS[work], config, found["weight_bytes"], machine_of(found, cores), engines)
                 for figure in figures:
-                    measured, bound, share = beside(figure, median_of(runs, figure), best)
+                    measured = median_of(runs, figure)
+                    bound, share = beside(figure, measured, best)
                     where = [work, FIGURES[figure], found["class"], str(engines), f"{taken:.2f}", f"{cores:.2f}"]
                     table.add_row(name, *where, f"{measured:,.1f}", f"{bound:,.1f}", f"{share:.0%}")
     return table
 
 
-def beside(figure: str, measured: float, best: Served) -> tuple[float, float, float]:
-    """(measured, bound, share of the bound reached)."""
+def beside(figure: str, measured: float, best: Served) -> tuple[float, float]:
+    """(bound, share of it reached)."""
     bound = getattr(best, figure)
-    return measured, bound, bound / measured if figure in LESS_IS_BETTER else measured / bound
+    return bound, bound / measured if figure in LESS_IS_BETTER else measured / bound
 
 
 def summarize(out: Path, console: Console) -> None:

@@ -5,7 +5,8 @@
     python -m benchmarks.step null                      # no model: what is around it, at 256 and 1024 running
 
 Classes and thread counts take turns, step by step, so that a busy machine is busy for all; medians. The bound is the slower of the
-products at the class's rate and the weights' bytes at the memory's, both measured in this process just before.
+products at the class's rate and the weights' bytes at the memory's, both measured in this process just before; threads share
+the memory's.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.counting import Work, count_step
+from benchmarks.counting import Machine, Work, count_step
 from benchmarks.overhead import measure_overhead
 from benchmarks.rates import count_bytes, measure_bandwidth, measure_rate
 from gpu.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
 from gpu.distributed import TensorParallelGroup
+from gpu.machine import available_cores
 from gpu.plan import NewRequest, SamplingParams, SchedulerOutput
 from gpu.runner import ModelRunner
 from gpu.weights import open_checkpoint
+from kernels import cpu_threads
 
 NONE = np.zeros(0, np.int32)
 BLOCK_SIZE = 16
@@ -93,14 +96,21 @@ class Model:
         context = CONTEXT if num_tokens == num_sampled else PROMPT / 2
         return count_step(self.runner.model.config, num_tokens, num_sampled, context, count_bytes(self.runner.model))
 
+    def machine(self, num_rows: int, bandwidth: float, shared_bandwidth: float) -> Machine:
+        """What the model's threads can do together: the rate is that of one of them, with products of so many rows."""
+        for set_num_threads in (torch.set_num_threads, cpu_threads.set_num_threads):
+            set_num_threads(1)  # more than two are left inside operations
+        rate = measure_rate(self.runner, num_rows)
+        return Machine({num_rows: rate}, bandwidth, shared_bandwidth, min(self.threads, available_cores()))
+
 
 def measure_model(path: str, classes: list[str], threads: list[int], rows: list[int], num_steps: int) -> Table:
     models = [Model(path, name, count, max(rows)) for name in classes for count in threads]
     torch.set_num_threads(1)
-    bandwidth = measure_bandwidth()
+    bandwidth, shared_bandwidth = measure_bandwidth(), measure_bandwidth(available_cores())
     table = Table(
         "step", "class", "threads", "ms", "best ms", "GFLOP/s", "bound ms", "of the bound",
-        title=f"medians of {num_steps}; one thread reads {bandwidth / 1e9:.1f} GB/s",
+        title=f"medians of {num_steps}; one thread reads {bandwidth / 1e9:.1f} GB/s, all {shared_bandwidth / 1e9:.1f}",
     )  # fmt: skip
     for num_rows in [*rows, 0]:
         for model in models:
@@ -117,8 +127,7 @@ def measure_model(path: str, classes: list[str], threads: list[int], rows: list[
             if num_rows:
                 model.stop_decodes(num_rows)
             work = model.count(num_rows or PROMPT, num_rows or 1)
-            rate = measure_rate(model.runner, num_rows or PROMPT) * model.threads
-            bound = work.bound(rate, bandwidth)
+            bound = model.machine(num_rows or PROMPT, bandwidth, shared_bandwidth).seconds(work, num_rows or PROMPT)
             median, best = statistics.median(taken[id(model)]), min(taken[id(model)])
             table.add_row(
                 f"decode {num_rows}" if num_rows else f"prompt {PROMPT}", model.name, str(model.threads),

@@ -53,7 +53,8 @@ def test_ratios_name_the_best_peer_of_each_figure():
 
 def test_shares_of_a_bound_are_below_one_for_times_and_rates():
     best = Served(ttft=50.0, tpot=5.0, output=100.0, total=180.0)
-    assert peers.beside("ttft", 100.0, best)[2] == peers.beside("output", 50.0, best)[2] == 0.5
+    assert peers.beside("ttft", 100.0, best) == (50.0, 0.5)
+    assert peers.beside("output", 50.0, best) == (100.0, 0.5)
 
 
 def test_bounds_stand_beside_headrace_on_the_cores_left_and_one_stream_on_one_core_too():

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import pytest
+
+from benchmarks import overhead
 from benchmarks.overhead import OTHERS, PARTS, embedded_valkey, measure_parts, measure_process
 
 
@@ -19,3 +24,12 @@ def test_parts_and_processes_are_measured() -> None:
 def test_a_worker_in_the_engine_s_process_has_no_time_of_its_own() -> None:
     with embedded_valkey() as url:
         assert measure_process(url, 4, 50, "uni")[3] == "0.000"
+
+
+def test_every_column_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "embedded_valkey", lambda: contextlib.nullcontext("redis://nowhere"))
+    monkeypatch.setattr(overhead, "measure_parts", lambda *_: dict.fromkeys((*PARTS, *OTHERS, "sum", "calm"), 1.0))
+    monkeypatch.setattr(overhead, "measure_process", lambda *_: ["1"] * 5)
+    for table in overhead.measure_overhead([4], 20):
+        names = [column.header for column in table.columns]
+        assert len(set(names)) == len(names)
