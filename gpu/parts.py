@@ -42,12 +42,11 @@ def most_parts(step: Step, num_threads: int) -> int:
 
 
 def split(step: Step, num_parts: int, shares_kv: bool) -> list[Part]:
-    """At most `num_parts` parts of about equal numbers of tokens.
+    """`num_parts` parts of about equal numbers of tokens; the step has as many.
 
     shares_kv: a request may read KV that another one, before it, writes in this step.
     """
     total = int(step.query_start[-1])
-    num_parts = most_parts(step, num_parts)
     last_tokens = step.last_tokens
     if num_parts == 1:
         return [Part(slice(0, total), step.attention, torch.from_numpy(last_tokens))]

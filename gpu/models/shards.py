@@ -19,7 +19,7 @@ INT8_BLOCK = 32  # columns that share a scale, as kernels.blocks.quantize has th
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSlice:
     """Rows and columns of a tensor of the checkpoint."""
 
     name: str
@@ -64,7 +64,7 @@ class ShardReader:
         bias = None
         if self.has(names[0] + ".bias"):
             bias = torch.cat([self._bias(f"{name}.bias", shard) for name, shard in zip(names, shards, strict=True)])
-        return self._linear([Part(f"{name}.weight", rows=shard) for name, shard in zip(names, shards, strict=True)], bias)
+        return self._linear([TensorSlice(f"{name}.weight", rows=shard) for name, shard in zip(names, shards, strict=True)], bias)
 
     def check_row_parallel(self, num_features: int) -> None:
         """Raises CheckpointError where int8's blocks would not lie whole on one rank each: other blocks, of weights and of
@@ -80,7 +80,7 @@ class ShardReader:
         columns = self.group.shard(self.checkpoint.shapes[f"{name}.weight"][1])
         bias = self._bias(f"{name}.bias") if self.has(name + ".bias") else None
         return RowParallelLinear(
-            self._linear([Part(f"{name}.weight", columns=columns)], bias if self.group.rank == 0 else None), self.group
+            self._linear([TensorSlice(f"{name}.weight", columns=columns)], bias if self.group.rank == 0 else None), self.group
         )
 
     def embedding_and_head(self, embedding: str, head: str | None) -> tuple[VocabParallelEmbedding, VocabParallelHead]:
@@ -92,24 +92,24 @@ class ShardReader:
 
     def _vocabulary(self, name: str) -> Linear:
         total = self.checkpoint.shapes[name][0]
-        return self._linear([Part(name, rows=self.group.shard(total))], None, self.group.shard_width(total))
+        return self._linear([TensorSlice(name, rows=self.group.shard(total))], None, self.group.shard_width(total))
 
-    def _linear(self, parts: Sequence[Part], bias: torch.Tensor | None, out_features: int = 0) -> Linear:
-        """The rows of all parts, and rows of zeros up to `out_features`, so that every rank has as many."""
-        packed = self._weights.matrix(parts[0].name, lambda: self._pack(parts, out_features))
+    def _linear(self, slices: Sequence[TensorSlice], bias: torch.Tensor | None, out_features: int = 0) -> Linear:
+        """The rows of all slices, and rows of zeros up to `out_features`, so that every rank has as many."""
+        packed = self._weights.matrix(slices[0].name, lambda: self._pack(slices, out_features))
         linear = open_linear(packed, None if bias is None else bias.to(self.device), self.numerics, self.device)
         self.num_bytes += linear.num_bytes
-        self._made(len(parts))
+        self._made(len(slices))
         return linear
 
-    def _pack(self, parts: Sequence[Part], out_features: int) -> PackedMatrix:
+    def _pack(self, slices: Sequence[TensorSlice], out_features: int) -> PackedMatrix:
         if self.numerics.quantization == "gguf":
-            found = [self.checkpoint.blocks(part.name, part.rows, part.columns) for part in parts]
-            blocks = [each for each in found if each is not None]
-            if len(blocks) == len(parts):
+            found = [self.checkpoint.blocks(each.name, each.rows, each.columns) for each in slices]
+            blocks = [matrix for matrix in found if matrix is not None]
+            if len(blocks) == len(slices):
                 joined = fill_up(join_rows(blocks), out_features)
                 return PackedMatrix.blocks(joined, joined.codes.shape[1])
-        tensors = [self.checkpoint.tensor(part.name, self.numerics.weights, part.rows, part.columns) for part in parts]
+        tensors = [self.checkpoint.tensor(each.name, self.numerics.weights, each.rows, each.columns) for each in slices]
         weight = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
         if len(weight) < out_features:
             weight = torch.nn.functional.pad(weight, (0, 0, 0, out_features - len(weight)))

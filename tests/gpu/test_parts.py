@@ -82,6 +82,17 @@ def test_a_request_may_read_what_one_before_it_writes_in_the_same_step(folder):
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+def test_a_step_is_cut_into_as_many_parts_as_are_asked_for(folder, monkeypatch):
+    """How many pay is for `most_parts` to say, once."""
+    driver = Driver(make_threaded(folder, 2, dtype="float16"))
+    driver.add(0, [5] * 20)
+    seen = []
+    monkeypatch.setattr("gpu.runner.split", lambda step, *more: seen.append(step) or split(step, *more))
+    driver.run({0: 12})
+    monkeypatch.setattr("gpu.parts.FEWEST_TOKENS", 1000)
+    assert [part.tokens for part in split(seen[0], 3, False)] == [slice(0, 4), slice(4, 8), slice(8, 12)]
+
+
 def test_parts_cover_the_step_and_balance(folder):
     runner = make_threaded(folder, 2, dtype="float16")
     seen = []
