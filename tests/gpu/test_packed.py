@@ -1,8 +1,8 @@
 """Packed weights in a folder: written once, mapped by all, made anew when they cannot be trusted."""
 
+import logging
 import multiprocessing
 import os
-import time
 
 import numpy as np
 import psutil
@@ -83,22 +83,26 @@ def test_who_was_killed_while_packing_leaves_nothing_that_is_used(tmp_path):
 def test_the_second_of_two_waits_for_the_first(tmp_path):
     first = SharedWeights(tmp_path / NAME)
     reader, writer = os.pipe()
+    tell = logging.StreamHandler(os.fdopen(writer, "w", closefd=False))
 
     def second():
+        logger = logging.getLogger("gpu.packed")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(tell)
         weights = SharedWeights(tmp_path / NAME)
         weights.matrix("half", not_needed)
-        os.write(writer, b"mapped")
+        os.write(writer, b"mapped\n")
         os._exit(0)
 
     process = multiprocessing.get_context("fork").Process(target=second)
     process.start()
-    deadline = time.monotonic() + 30
-    while psutil.Process(process.pid).status() == psutil.STATUS_RUNNING and time.monotonic() < deadline:
-        time.sleep(0.01)  # until it sleeps at the lock
-    for name, packed in matrices().items():
-        first.matrix(name, lambda packed=packed: packed)
-    first.close()
-    assert os.read(reader, 10) == b"mapped"
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        assert told.readline() == "another process packs these weights; waiting for it\n"
+        for name, packed in matrices().items():
+            first.matrix(name, lambda packed=packed: packed)
+        first.close()
+        assert told.readline() == "mapped\n"
     process.join()
     assert process.exitcode == 0
 
