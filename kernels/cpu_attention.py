@@ -14,6 +14,7 @@ from kernels.cpu_vectors import (
     add_weighted2,
     add_weighted3,
     add_weighted4,
+    ask,
     largest,
     scores1,
     scores2,
@@ -103,10 +104,12 @@ def make_attend(head_dim: int, block_size: int) -> Callable[..., None]:
         for tile in range(begin, end):
             request, first = tiles[tile]
             block_table = block_tables[rows[request]]
+            next_table = block_tables[rows[tiles[min(tile + 1, end - 1), 0]]]
             last = min(first + tile_tokens, query_start[request + 1]) - 1
             num_tokens = last - first + 1
             num_rows = num_tokens * group  # of a key-value head
             shift = context_lens[request] - query_start[request + 1]  # position of a token = its index + shift
+            last_block = (last + shift) // block_size
             first_seen = max(0, first + shift - window + 1) if window > 0 else 0
             # Few tokens take all heads at once: a block's heads lie side by side in memory, which then comes in order. Many take
             # one head after the other, whose rows stay in the cache meanwhile.
@@ -145,6 +148,7 @@ def make_attend(head_dim: int, block_size: int) -> Callable[..., None]:
                                 else:
                                     scores1(all_scores, place, width, queries, row, keys, head_dim, block_size)
                                 row += count
+                            ask(value_cache, block_table[span * blocks + index], first_head + head, head_dim, block_size)
                     for head in range(heads_at_once):
                         row, end_row = head * num_rows + unseeing, (head + 1) * num_rows
                         for r in range(row, end_row):
@@ -176,6 +180,11 @@ def make_attend(head_dim: int, block_size: int) -> Callable[..., None]:
                                 else:
                                     add_weighted1(weighted, row, all_scores, place, width, values, low, high, head_dim)
                                 row += count
+                            place = (span + 1) * blocks + index
+                            if place <= last_block:
+                                ask(key_cache, block_table[place], first_head + head, head_dim, block_size)
+                            elif heads_at_once > 1:
+                                ask(key_cache, next_table[index], first_head + head, head_dim, block_size)
                 for row in range(heads_at_once * num_rows):
                     token, head = first + row % num_rows // group, (first_head + row // num_rows) * group + row % group
                     for d in range(head_dim):

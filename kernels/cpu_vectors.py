@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_ir import FLOAT, INT32, LANES, at, call, int64, integers, load_wide, pointers, splat, store, take
+from kernels.cpu_ir import FLOAT, INT32, LANES, LINE, at, call, int64, integers, load_wide, pointers, prefetch, splat, store, take
 
 VALUE_VECTORS = 4  # of a row that `add_weighted` keeps in registers at once
 CHAINS = 2  # partial sums a row has in `scores`: a multiplication takes four cycles, in which others must begin
@@ -117,6 +117,24 @@ def _make_reduction(combine: Callable[..., Any]) -> Callable[..., Any]:
         return types.float32(x, row, length), generate
 
     return reduce
+
+
+@intrinsic(prefer_literal=True)
+def ask(typing_context, cache, block, head, head_dim, block_size):
+    """Asks for what a block of the cache has of a head, which is read soon."""
+
+    def generate(context, builder, signature, arguments):
+        (data,) = pointers(context, builder, signature, arguments, (0,))
+        block_index, head_index = integers(context, builder, signature, arguments, (1, 2))
+        shape = cgutils.unpack_tuple(builder, context.make_array(signature.args[0])(context, builder, arguments[0]).shape)
+        elements = head_dim.literal_value * block_size.literal_value
+        place = builder.mul(builder.add(builder.mul(block_index, shape[1]), head_index), int64(elements))
+        step = LINE // (signature.args[0].dtype.bitwidth // 8)
+        with cgutils.for_range(builder, int64(elements // step)) as loop:
+            prefetch(builder, at(builder, data, builder.add(place, builder.mul(loop.index, int64(step)))))
+        return context.get_dummy_value()
+
+    return types.none(cache, block, head, head_dim, block_size), generate
 
 
 # scores(out, place, stride, queries, row, keys, head_dim, block_size): out[place + r * stride + t] = queries[row + r] . keys[:, t]
