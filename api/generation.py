@@ -147,6 +147,11 @@ class Generation:
             yield rest
 
     @property
+    def complete(self) -> bool:
+        """All that there will ever be has come; `outputs` gives what is left of it without waiting."""
+        return all([stream.done for stream in self._streams])
+
+    @property
     def is_plain(self) -> bool:
         """One choice, of whose tokens only the text is wanted."""
         sampling = self.task.sampling[0]

@@ -48,7 +48,15 @@ class RequestObserver:
             if (final := generation.finals.get(place)) is not None:
                 self._metrics.prompt_ended(labels, final.times, len(prompt.token_ids), final.num_cached_tokens, lens)
         self._metrics.e2e.labels(*labels).observe(now - generation.arrival)
-        logger.info("request finished", extra=_facts(generation, now))
+        if logger.isEnabledFor(logging.INFO):
+            logger.handle(_record("request finished", _facts(generation, now)))
+
+
+def _record(message: str, facts: dict[str, object]) -> logging.LogRecord:
+    """What `logger.info` would make, but for the search of the stack for a line of code that nobody is shown."""
+    record = logging.LogRecord(logger.name, logging.INFO, __file__, 0, message, (), None)
+    record.__dict__.update(facts)
+    return record
 
 
 def _labels(generation: Generation) -> tuple[str, str]:

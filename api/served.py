@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,12 +55,17 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256(self.handle.engines[0].fingerprint.encode()).hexdigest()[:8]
+        return _short_fingerprint(self.handle.engines[0].fingerprint)
 
     @property
     def engine(self) -> str:
         """Label of metrics: the slot where one engine serves the model; which of several ran a request is not known here."""
         return self.handle.engines[0].slot if len(self.handle.engines) == 1 else "all"
+
+
+@lru_cache(maxsize=64)
+def _short_fingerprint(fingerprint: str) -> str:
+    return hashlib.sha256(fingerprint.encode()).hexdigest()[:8]
 
 
 class ServedModels:

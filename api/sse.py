@@ -79,19 +79,23 @@ class GenerationStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             comments.start()
-            await self._send_events(send, writer)
-            await send({"type": "http.response.body", "body": DONE})
+            rest = await self._send_events(send, writer)
+            await send({"type": "http.response.body", "body": rest + DONE})
         finally:
             comments.stop()
             watch.cancel()
             await self._generation.close()
 
-    async def _send_events(self, send: Send, writer: EventWriter | None) -> None:
-        """All but the last; where an error comes, it is the last of these."""
-        is_first = True
+    async def _send_events(self, send: Send, writer: EventWriter | None) -> bytes:
+        """Send the events, but for those at the end behind which nothing is waited for: they are returned, to be one write with the
+        end itself. Where an error comes, it is the last of these."""
+        rest, is_first = b"", True
         try:
             async with aclosing(self._frames) as frames:
                 async for frame in frames:
+                    if self._generation.complete:
+                        rest += frame
+                        continue
                     await send({"type": "http.response.body", "body": frame, "more_body": True})
                     if is_first:
                         is_first = False
@@ -99,8 +103,8 @@ class GenerationStream(Response):
         except Exception as error:
             if not isinstance(error, ApiError):
                 logger.exception("a stream failed", extra={"request_id": self._generation.external_id})
-            last = b"data: " + body_of(as_api_error(error)) + b"\n\n"
-            await send({"type": "http.response.body", "body": last, "more_body": True})
+            rest += b"data: " + body_of(as_api_error(error)) + b"\n\n"
+        return rest
 
     async def _close_when_gone(self, receive: Receive) -> None:
         """Without the client the frames come to their end by themselves, because the generation does; nobody gets them."""

@@ -5,6 +5,7 @@ No record ever holds prompt or answer text: nothing in headrace logs it, and thi
 
 from __future__ import annotations
 
+import json
 import logging
 import logging.config
 import sys
@@ -13,7 +14,7 @@ import traceback
 from datetime import UTC, datetime
 from typing import IO, Any, cast
 
-from pythonjsonlogger.json import JsonEncoder, JsonFormatter
+import msgspec
 
 from engine.config import LogConfig
 
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "color_message"}
 _QUIET = ("asyncio", "httpx", "httpcore", "numba", "kombu", "celery", "uvicorn.error")  # heard from warnings on
 
-_encode = JsonEncoder().encode  # made once: the library's own way makes one a line
+_encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 def resolve_format(config: LogConfig, stream: IO[str] = sys.stderr) -> str:
@@ -71,23 +72,29 @@ class _StderrHandler(logging.StreamHandler[IO[str]]):
         """The base class assigns its own once; there is nothing to keep."""
 
 
-class _JsonFormatter(JsonFormatter):
+class _JsonFormatter(logging.Formatter):
+    """Lines of ASCII, whatever encoding stderr has."""
+
     def __init__(self, role: str) -> None:
         super().__init__()
         self._role = role
 
-    def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
-        log_data["time"] = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        log_data["level"] = record.levelname.lower()
-        log_data["logger"] = record.name
-        log_data["pid"] = record.process
-        log_data["message"] = record.message
-        log_data["role"] = self._role
-        log_data.update(message_dict)  # traces
-        log_data.update((key, value) for key, value in record.__dict__.items() if key not in _STANDARD)
-
-    def jsonify_log_record(self, log_data: dict[str, Any]) -> str:
-        return _encode(log_data)
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "pid": record.process,
+            "message": record.getMessage(),
+            "role": self._role,
+        }
+        fields.update((key, value) for key, value in record.__dict__.items() if key not in _STANDARD)
+        if record.exc_info:
+            fields["exc_info"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            fields["stack_info"] = self.formatStack(record.stack_info)
+        line = _encode(fields).decode()
+        return line if line.isascii() else json.dumps(json.loads(line))
 
 
 class _TextFormatter(logging.Formatter):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,17 @@ def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
         "logger": "test",
     }
     assert "ValueError: why" in record["exc_info"] and record["time"].endswith("+00:00")
+
+
+def test_json_of_anything_is_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    configure_logging(LogConfig(log_format="json"), "api")
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    logging.getLogger("test").warning("\u00e4\u20ac", extra={"what": Path("/x"), "when": 0.5, "of": [1, None]}, stack_info=True)
+    assert stream.getvalue().isascii() and len(stream.getvalue().splitlines()) == 1
+    record = json.loads(stream.getvalue())
+    assert (record["message"], record["what"], record["when"], record["of"]) == ("\u00e4\u20ac", "/x", 0.5, [1, None])
+    assert "test_json_of_anything" in record["stack_info"]
 
 
 def test_text(monkeypatch: pytest.MonkeyPatch) -> None:
