@@ -11,10 +11,10 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.errors import Unauthorized, error_response
+from api.headers import header
 from engine.config import ApiConfig
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/version", "/ping", "/metrics"})  # probes and scrapers carry no key
@@ -109,7 +109,7 @@ class Authentication:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            principal = self._keys.identify(Headers(scope=scope).get("Authorization"))
+            principal = self._keys.identify(header(scope, b"authorization"))
             if principal is None and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
                 error = Unauthorized("Invalid or missing API key.", headers={"WWW-Authenticate": "Bearer"})
                 await error_response(error)(scope, receive, send)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import re
 import secrets
 
-from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from api.errors import BadRequest
+from api.headers import header
 
 MAX_ID_LEN = 128
 MAX_IDS_IN_HEADER = 16  # header lines are limited by many clients (8 KiB); a longer list is cut with "..."
 REQUEST_ID_HEADER = "X-Request-Id"
+ASGI_ID_HEADER = REQUEST_ID_HEADER.lower().encode()
 INTERNAL_ID_HEADER = "X-Headrace-Request-Id"
 _SAFE = re.compile(rf"[A-Za-z0-9._:\-]{{1,{MAX_ID_LEN}}}")
 
 
-def external_id(headers: Headers, body_id: str | None, random_id: str) -> str:
+def external_id(scope: Scope, body_id: str | None, random_id: str) -> str:
     """The id that the client knows its request by: its header, else its body's, else the server's own. Raises BadRequest."""
-    for source, given in ((REQUEST_ID_HEADER, headers.get(REQUEST_ID_HEADER)), ("request_id", body_id)):
+    for source, given in ((REQUEST_ID_HEADER, header(scope, ASGI_ID_HEADER)), ("request_id", body_id)):
         if given:
             if not _SAFE.fullmatch(given):
                 message = f"{source} must have 1 to {MAX_ID_LEN} characters, each a letter, a digit or one of . _ : -"

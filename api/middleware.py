@@ -8,20 +8,19 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.connection import event_writer
 from api.errors import ApiError, PayloadTooLarge, error_response
-from api.identity import REQUEST_ID_HEADER, is_safe_id, random_digits
+from api.headers import header
+from api.identity import ASGI_ID_HEADER, is_safe_id, random_digits
 from api.metrics import Metrics
 
 logger = logging.getLogger("headrace.api")
 
 UNCOUNTED_PATHS = frozenset({"/metrics", "/health", "/live", "/ready", "/load", "/ping", "/version"})
 LINGER_SECONDS = 2.0  # that a client which sends too much is listened to behind its answer
-_ID_HEADER = REQUEST_ID_HEADER.lower().encode()  # as ASGI has it
 UNKNOWN_ROUTE = "none"  # label of what no route answers: paths that clients make up would be labels without end
 
 
@@ -58,7 +57,7 @@ class RequestContext:
         metrics = self._metrics
         metrics.http_requests.labels(handler, method, f"{exchange.status // 100}xx").inc()
         metrics.http_duration.labels(handler, method).observe(seconds)
-        length = Headers(scope=scope).get("content-length", "")
+        length = header(scope, b"content-length") or ""
         metrics.http_request_size.labels(handler).observe(int(length) if length.isdecimal() else 0)
         metrics.http_response_size.labels(handler).observe(exchange.num_bytes)
 
@@ -67,7 +66,7 @@ class _Exchange:
     """What is to be known of one response as it goes out. `status` is 0 until it begins."""
 
     def __init__(self, scope: Scope, send: Send, id_header: bool) -> None:
-        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        given = header(scope, ASGI_ID_HEADER) or ""
         self.request_id = given if is_safe_id(given) else random_digits(32)
         self.status = 0
         self._num_bytes = 0
@@ -91,11 +90,11 @@ class _Exchange:
 
     def _with_id(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """The response's own id where it has one; none where none is wanted."""
-        given = [header for header in headers if header[0] == _ID_HEADER]
-        others = [header for header in headers if header[0] != _ID_HEADER]
+        given = [header for header in headers if header[0] == ASGI_ID_HEADER]
+        others = [header for header in headers if header[0] != ASGI_ID_HEADER]
         if not self._id_header:
             return others
-        return others + (given or [(_ID_HEADER, self.request_id.encode())])
+        return others + (given or [(ASGI_ID_HEADER, self.request_id.encode())])
 
 
 class BodyLimit:
@@ -131,7 +130,7 @@ class BodyLimit:
                 message = {"type": "http.response.body"}
             await send(message)
 
-        length = Headers(scope=scope).get("content-length", "")
+        length = header(scope, b"content-length") or ""
         if length.isdecimal() and int(length) > self._max_bytes:
             num_bytes = int(length)
             error = PayloadTooLarge(refusal, headers={"Connection": "close"})

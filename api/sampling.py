@@ -147,29 +147,27 @@ class _Values:
 
 
 def _check_numbers(values: _Values, min_tokens: int, max_tokens: int) -> None:
-    def demand(holds: bool, param: str, message: str) -> None:
+    def demand(holds: bool, param: str, rule: str, value: float) -> None:
         if not holds:
-            raise BadRequest(message, param=param)
+            raise BadRequest(f"{param} must be {rule}, got {value}.", param=param)
 
-    temperature, penalty = values.temperature, values.repetition_penalty
-    demand(values.n >= 1, "n", f"n must be at least 1, got {values.n}.")
-    demand(values.n <= MAX_N, "n", f"n must be at most {MAX_N}, got {values.n}.")
-    for field in ("presence_penalty", "frequency_penalty"):
-        value = getattr(values, field)
-        demand(-2.0 <= value <= 2.0, field, f"{field} must be in [-2, 2], got {value}.")
-    demand(math.isfinite(penalty), "repetition_penalty", f"repetition_penalty must be a finite number, got {penalty}.")
-    demand(penalty > 0.0, "repetition_penalty", f"repetition_penalty must be greater than zero, got {penalty}.")
-    demand(math.isfinite(temperature), "temperature", f"temperature must be a finite number, got {temperature}.")
-    demand(temperature >= 0.0, "temperature", f"temperature must be non-negative, got {temperature}.")
-    demand(temperature <= 2.0, "temperature", f"temperature must be in [0, 2], got {temperature}.")
-    demand(0.0 < values.top_p <= 1.0, "top_p", f"top_p must be in (0, 1], got {values.top_p}.")
-    demand(values.top_k >= -1, "top_k", f"top_k must be 0 (disable), or at least 1, got {values.top_k}.")
-    demand(0.0 <= values.min_p <= 1.0, "min_p", f"min_p must be in [0, 1], got {values.min_p}.")
-    demand(min_tokens >= 0, "min_tokens", f"min_tokens must be greater than or equal to 0, got {min_tokens}.")
-    too_many = f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}."
-    demand(min_tokens <= max_tokens, "min_tokens", too_many)
+    n, temperature, penalty = values.n, values.temperature, values.repetition_penalty
+    demand(n >= 1, "n", "at least 1", n)
+    demand(n <= MAX_N, "n", f"at most {MAX_N}", n)
+    demand(-2.0 <= values.presence_penalty <= 2.0, "presence_penalty", "in [-2, 2]", values.presence_penalty)
+    demand(-2.0 <= values.frequency_penalty <= 2.0, "frequency_penalty", "in [-2, 2]", values.frequency_penalty)
+    demand(math.isfinite(penalty), "repetition_penalty", "a finite number", penalty)
+    demand(penalty > 0.0, "repetition_penalty", "greater than zero", penalty)
+    demand(math.isfinite(temperature), "temperature", "a finite number", temperature)
+    demand(temperature >= 0.0, "temperature", "non-negative", temperature)
+    demand(temperature <= 2.0, "temperature", "in [0, 2]", temperature)
+    demand(0.0 < values.top_p <= 1.0, "top_p", "in (0, 1]", values.top_p)
+    demand(values.top_k >= -1, "top_k", "0 (disable), or at least 1", values.top_k)
+    demand(0.0 <= values.min_p <= 1.0, "min_p", "in [0, 1]", values.min_p)
+    demand(min_tokens >= 0, "min_tokens", "greater than or equal to 0", min_tokens)
+    demand(min_tokens <= max_tokens, "min_tokens", f"less than or equal to max_tokens={max_tokens}", min_tokens)
     if temperature < GREEDY_EPSILON:
-        demand(values.n == 1, "n", f"n must be 1 when using greedy sampling, got {values.n}.")
+        demand(n == 1, "n", "1 when using greedy sampling", n)
 
 
 def _check_stop(request: SamplingFields) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 
 from fastapi import Request
+from starlette.types import Scope
 
-from api.auth import derive_cache_salt
+from api.auth import Principal, derive_cache_salt
 from api.errors import RETRY_AFTER, ApiError, BadRequest, ServiceUnavailable
 from api.generation import Generation, Task
+from api.headers import header
 from api.identity import INTERNAL_ID_HEADER, REQUEST_ID_HEADER, external_id, internal_id_header, internal_ids
 from api.served import NO_ENGINE
 from api.service import Service, principal_of, service_of
-from engine.client import Refused, RequestFacts
+from engine.client import AsyncClient, Refused, RequestFacts
 from engine.protocol import PROTOCOL_VERSION, EngineCoreRequest, encode_column
 
 PRIORITY_HEADER = "X-Vllm-Priority"
@@ -32,28 +34,29 @@ async def submit(request: Request, task: Task, body_id: str | None) -> Generatio
     service = service_of(request)
     admit(service)
     arrival = time.time()
-    external = external_id(request.headers, body_id, request.state.request_id)
+    principal = principal_of(request)
+    external = external_id(request.scope, body_id, request.state.request_id)
     ids = internal_ids(external, len(task.prompts))
-    requests = _engine_requests(request, service, task, ids, arrival)
+    requests = _engine_requests(request.scope, principal, service.client, task, ids, arrival)
     facts = RequestFacts(external, task.endpoint, task.stream, task.model.name)
     try:
         streams = await service.client.add(task.model.handle.name, requests, facts, service.limits)
     except Refused as refusal:
         service.metrics.refused(task.model.name, refusal.reason)
         raise _refusal_error(refusal) from refusal
-    return Generation(task, external, ids, streams, arrival, principal_of(request).tenant, service.observer)
+    return Generation(task, external, ids, streams, arrival, principal.tenant, service.observer)
 
 
 def answer_headers(generation: Generation) -> dict[str, str]:
     return {REQUEST_ID_HEADER: generation.external_id, INTERNAL_ID_HEADER: internal_id_header(generation.internal_ids)}
 
 
-def _engine_requests(request: Request, service: Service, task: Task, ids: list[str], arrival: float) -> list[EngineCoreRequest]:
-    principal = principal_of(request)
-    priority = _priority(request, task.priority)
-    trace = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
+def _engine_requests(
+    scope: Scope, principal: Principal, client: AsyncClient, task: Task, ids: list[str], arrival: float
+) -> list[EngineCoreRequest]:
+    priority = _priority(scope, task.priority)
+    trace = {name: value for name in TRACE_HEADERS if (value := header(scope, name.encode())) is not None}
     salt = derive_cache_salt(principal, task.cache_salt)
-    client = service.client
     return [
         EngineCoreRequest(
             PROTOCOL_VERSION,
@@ -72,12 +75,12 @@ def _engine_requests(request: Request, service: Service, task: Task, ids: list[s
     ]
 
 
-def _priority(request: Request, own: int) -> int:
-    header = request.headers.get(PRIORITY_HEADER)
-    if header is None:
+def _priority(scope: Scope, own: int) -> int:
+    given = header(scope, PRIORITY_HEADER.lower().encode())
+    if given is None:
         return own
     try:
-        priority = int(header)
+        priority = int(given)
     except ValueError:
         priority = INT64.stop
     if priority not in INT64:

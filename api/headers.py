@@ -1,0 +1,13 @@
+"""A request's headers as ASGI has them: a short list, of which a request needs one or two."""
+
+from __future__ import annotations
+
+from starlette.types import Scope
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first header called `name`, in lower case."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value, "latin-1")
+    return None
