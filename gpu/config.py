@@ -66,7 +66,7 @@ class CacheConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "type of keys and values; auto: float16 where the CPU's weights are of 16 bits or quantized, else the activations' type",
+        "type of keys and values; auto: the weights' type, float16 where they are quantized",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of a size in bytes")

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from gpu.packed import PackedMatrix
-from kernels import bfloat_matmul
+from kernels import cpu_pairs
+from kernels.bfloat_matmul import bfloat_matmul, bfloat_rows
 from kernels.block_matmul import PackedBlocks, block_matmul, block_rows
 from kernels.blocks import quantize
 from kernels.half_matmul import half_matmul, half_rows
@@ -36,7 +37,7 @@ class Numerics:
         if quantization != "none" and not on_cpu:
             raise ValueError(f"--quantization {quantization} is for the CPU; this engine runs on {device.type}")
         if dtype == "auto":
-            fast = not on_cpu or (quantization == "none" and bfloat_matmul.is_fast())
+            fast = not on_cpu or (quantization == "none" and cpu_pairs.is_fast())
             dtype = "bfloat16" if fast else "float16"
         weights = DTYPES[dtype]
         return cls(weights, torch.float32 if on_cpu else weights, quantization)  # CPUs convert as they load, and sum in float32
@@ -132,10 +133,10 @@ class BfloatLinear:
         self.num_bytes = packed.num_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _add(bfloat_matmul.bfloat_matmul(x, self._panels, self._out_features), self._bias)
+        return _add(bfloat_matmul(x, self._panels, self._out_features), self._bias)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        return bfloat_matmul.bfloat_rows(self._panels, indices)[:, : self._in_features].contiguous()
+        return bfloat_rows(self._panels, indices)[:, : self._in_features].contiguous()
 
 
 class BlockLinear:

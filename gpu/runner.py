@@ -203,7 +203,9 @@ def _make_output(
 def _kv_dtype(name: str, numerics: Numerics) -> torch.dtype:
     if name != "auto":
         return DTYPES[name]
-    return torch.float16 if numerics.packed else numerics.activations
+    if numerics.quantization != "none":
+        return torch.float16
+    return numerics.weights  # which are what flows between layers where the CPU does not widen 16 bits
 
 
 def num_compute_threads(config: WorkerConfig) -> int:

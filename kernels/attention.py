@@ -3,7 +3,8 @@ sliding window and soft cap.
 
 Online softmax over blocks in ascending order (Milakov and Gimelshein 2018, arXiv 1805.02867; tiled as in FlashAttention-2, arXiv
 2307.08691). A token's result depends on its own query and its own KV alone, in a fixed order of summation: the same bits in every
-batch and every chunking. Blocks are read where they lie.
+batch and every chunking. Blocks are read where they lie. A bfloat16 cache is multiplied pair by pair (`cpu_pairs`), for which
+queries and weights are rounded to bfloat16 too; sums are float32.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from kernels import device
-from kernels.cpu_attention import TILE_FLOATS, make_attend
+from kernels.cpu_attention import TILE_FLOATS, can_pair, make_attend
 from kernels.cpu_threads import for_ranges
 
 
@@ -66,7 +67,8 @@ def attend_arrays(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[1]
     out = np.empty((num_tokens, num_heads, head_dim), np.float32)
-    attend = make_attend(head_dim, key_cache.shape[3])
+    block_size = key_cache.shape[3]
+    attend = make_attend(head_dim, block_size, key_cache.dtype == np.uint16 and can_pair(head_dim, block_size))
     tile_tokens = max(1, TILE_FLOATS // (num_heads // num_kv_heads * head_dim))
     tiles = make_tiles(tables[2], tile_tokens)
     scales = (np.float32(scale), np.float32(soft_cap))

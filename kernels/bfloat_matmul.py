@@ -1,8 +1,6 @@
-"""Product of rows with bfloat16 weights on the CPU: rows are rounded to bfloat16 too, pairs of products summed in float32.
+"""Product of rows with bfloat16 weights on the CPU: rows are rounded to bfloat16 too, products summed pair by pair in float32.
 
-Where the processor multiplies pairs of bfloat16 (AVX512_BF16), a row costs half the multiplications of `half_matmul`; elsewhere as
-many. The sums are the same there and here: the pair's second product first, each added in one rounding; only products and sums
-smaller than the least normal float32 are zero with the instruction.
+Where the processor multiplies pairs of bfloat16, a row costs half the multiplications of `half_matmul`; elsewhere as many.
 """
 
 from __future__ import annotations
@@ -18,38 +16,15 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_ir import (
-    BFLOAT,
-    FLOAT,
-    INT32,
-    LANES,
-    LINE,
-    at,
-    call,
-    features,
-    int64,
-    integers,
-    load_as,
-    multiply_add,
-    pointers,
-    prefetch,
-    splat,
-    store,
-)
-from kernels.cpu_math import narrow, widen
+from kernels.cpu_ir import FLOAT, INT32, LANES, LINE, at, int64, integers, load_as, pointers, prefetch, splat, store
+from kernels.cpu_math import widen
+from kernels.cpu_pairs import PAIR, add_products, pair
 from kernels.cpu_rows import HALF_PANEL, HALF_ROWS, WIDE, copy_tile, num_panels, tile_rows
 from kernels.cpu_threads import for_ranges
 
 PANEL = HALF_PANEL
-PAIR = 2  # input columns that a word of 32 bits holds, the first in its lower half
-_WORDS, _FLOATS, _PAIRS = ir.VectorType(INT32, LANES), ir.VectorType(FLOAT, LANES), ir.VectorType(BFLOAT, PAIR * LANES)
+_WORDS, _FLOATS = ir.VectorType(INT32, LANES), ir.VectorType(FLOAT, LANES)
 _WORDS_OF_LINE = LINE // 4
-_KIND = np.uint16(0)  # tells `narrow` to make bfloat16
-
-
-def is_fast() -> bool:
-    """Whether the processor multiplies pairs of bfloat16."""
-    return "avx512bf16" in features()
 
 
 def pack_bfloat(weight: torch.Tensor) -> np.ndarray:
@@ -84,18 +59,6 @@ def bfloat_rows(packed: np.ndarray, indices: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-def _add_products(builder, total, x, weights):
-    """total + the sums of the pairs' products; x and weights of type _WORDS."""
-    if is_fast():
-        name = "llvm.x86.avx512bf16.dpbf16ps.512"
-        return call(builder, name, _FLOATS, total, builder.bitcast(weights, _PAIRS), builder.bitcast(x, _PAIRS))
-    upper, shift = ir.Constant(_WORDS, [-(1 << 16)] * LANES), ir.Constant(_WORDS, [16] * LANES)
-    seconds, firsts = ([op(each, by) for each in (x, weights)] for op, by in ((builder.and_, upper), (builder.shl, shift)))
-    for pair in (seconds, firsts):
-        total = multiply_add(builder, *(builder.bitcast(each, _FLOATS) for each in pair), total)
-    return total
-
-
 def _make_tile(num_rows: int) -> Callable[..., Any]:
     """tile(out, place, stride, x, first, weights, panel, ahead, share, pairs): out[place + r * stride + c] = the product of row r
     of the tile whose words begin at x[first], [pairs, num_rows], with column c of the panel; r < num_rows, c < PANEL. `out` and `x`
@@ -123,7 +86,7 @@ def _make_tile(num_rows: int) -> Callable[..., Any]:
                 for r in range(num_rows):
                     word = splat(builder, builder.load(at(builder, words, r)), _WORDS)
                     for c in columns:
-                        builder.store(_add_products(builder, builder.load(sums[r, c]), word, loaded[c]), sums[r, c])
+                        builder.store(add_products(builder, builder.load(sums[r, c]), word, loaded[c]), sums[r, c])
             for r in range(num_rows):
                 row = builder.add(start, builder.mul(step, int64(r)))
                 for c in columns:
@@ -194,15 +157,10 @@ def round_rows(packed, x):
         first = row * pairs
         for r in range(count):
             for k in range(whole):
-                packed[first + k * count + r] = _pair(x[row + r, PAIR * k], x[row + r, PAIR * k + 1])
+                packed[first + k * count + r] = pair(x[row + r, PAIR * k], x[row + r, PAIR * k + 1])
             if whole < pairs:
-                packed[first + whole * count + r] = _pair(x[row + r, columns - 1], np.float32(0.0))
+                packed[first + whole * count + r] = pair(x[row + r, columns - 1], np.float32(0.0))
         row += count
-
-
-@numba.njit(inline="always")
-def _pair(first, second):
-    return np.uint32(narrow(first, _KIND)) | np.uint32(narrow(second, _KIND)) << np.uint32(16)
 
 
 @numba.njit(cache=True, nogil=True)

@@ -9,21 +9,28 @@ import numba
 import numpy as np
 
 from kernels.cpu_math import exp_float32
+from kernels.cpu_pairs import PAIR, pair
+from kernels.cpu_rows import WIDE
 from kernels.cpu_vectors import (
     add_weighted1,
     add_weighted2,
     add_weighted3,
     add_weighted4,
+    add_weighted5,
+    add_weighted6,
     ask,
     largest,
     scores1,
     scores2,
     scores3,
     scores4,
+    scores5,
+    scores6,
     total,
 )
 
 TILE_FLOATS = 4096  # accumulators of a tile, 16 KiB: with a key and a value block of 4 KiB each they stay in a 32 KiB L1 cache
+MOST_ROWS = 6 if WIDE else 4  # that are multiplied with a block together, as many as the registers hold
 SPAN_TOKENS = 64  # of the cache between two looks at the highest score; spans begin at multiples of it, whatever the step
 _ONE, _TWO = np.float32(1.0), np.float32(2.0)
 _MINUS_INFINITY = np.float32(-np.inf)
@@ -80,12 +87,76 @@ def _add_weights(scores, sums, row, low, high, width):
     sums[row] += total(scores, row, width)
 
 
+@numba.njit(inline="always")
+def _scores(count, out, place, stride, queries, row, keys, head_dim, block_size):
+    if WIDE and count == 6:
+        scores6(out, place, stride, queries, row, keys, head_dim, block_size)
+    elif WIDE and count == 5:
+        scores5(out, place, stride, queries, row, keys, head_dim, block_size)
+    elif count == 4:
+        scores4(out, place, stride, queries, row, keys, head_dim, block_size)
+    elif count == 3:
+        scores3(out, place, stride, queries, row, keys, head_dim, block_size)
+    elif count == 2:
+        scores2(out, place, stride, queries, row, keys, head_dim, block_size)
+    else:
+        scores1(out, place, stride, queries, row, keys, head_dim, block_size)
+
+
+@numba.njit(inline="always")
+def _add_weighted(count, out, row, weights, place, stride, values, low, high, head_dim):
+    if WIDE and count == 6:
+        add_weighted6(out, row, weights, place, stride, values, low, high, head_dim)
+    elif WIDE and count == 5:
+        add_weighted5(out, row, weights, place, stride, values, low, high, head_dim)
+    elif count == 4:
+        add_weighted4(out, row, weights, place, stride, values, low, high, head_dim)
+    elif count == 3:
+        add_weighted3(out, row, weights, place, stride, values, low, high, head_dim)
+    elif count == 2:
+        add_weighted2(out, row, weights, place, stride, values, low, high, head_dim)
+    else:
+        add_weighted1(out, row, weights, place, stride, values, low, high, head_dim)
+
+
+@numba.njit(inline="always")
+def _put_query(queries, row, query, scale):
+    for d in range(len(query)):
+        queries[row, d] = query[d] * scale
+
+
+@numba.njit(inline="always")
+def _put_query_pairs(queries, row, query, scale):
+    for i in range(len(query) // PAIR):
+        queries[row, i] = pair(query[PAIR * i] * scale, query[PAIR * i + 1] * scale)
+
+
+@numba.njit(inline="always")
+def _put_weights(weights, scores):
+    """Where weights are scores, there is nothing to do."""
+
+
+@numba.njit(inline="always")
+def _put_weight_pairs(weights, scores):
+    for i in range(len(weights)):
+        weights[i] = pair(scores[PAIR * i], scores[PAIR * i + 1])
+
+
+def can_pair(head_dim: int, block_size: int) -> bool:
+    """Whether products with a bfloat16 cache go pair by pair, queries and weights rounded to bfloat16 as well."""
+    return head_dim % PAIR == 0 and block_size % PAIR == 0
+
+
 @functools.cache
-def make_attend(head_dim: int, block_size: int) -> Callable[..., None]:
-    """attend(out, query, key_cache, value_cache, block_tables, rows, query_start, context_lens, tiles, tile_tokens, scale,
+def make_attend(head_dim: int, block_size: int, paired: bool) -> Callable[..., None]:
+    """paired: the cache is bfloat16 and `can_pair` holds.
+
+    attend(out, query, key_cache, value_cache, block_tables, rows, query_start, context_lens, tiles, tile_tokens, scale,
     soft_cap, window, begin, end): tiles begin..end-1. Caches as `cpu_math.widen` knows them."""
     blocks = max(1, SPAN_TOKENS // block_size)
     width = blocks * block_size
+    put_query, put_weights = (_put_query_pairs, _put_weight_pairs) if paired else (_put_query, _put_weights)
+    element, in_word = (np.uint32, PAIR) if paired else (np.float32, 1)
 
     @numba.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
     def attend(
@@ -95,12 +166,13 @@ def make_attend(head_dim: int, block_size: int) -> Callable[..., None]:
         num_kv_heads = key_cache.shape[1]
         group = query.shape[1] // num_kv_heads
         most_rows = max(tile_tokens, num_kv_heads) * group
-        queries = np.empty((most_rows, head_dim), np.float32)
+        queries = np.empty((most_rows, head_dim // in_word), element)
         weighted = np.empty((most_rows, head_dim), np.float32)  # sum of exp(score - highest) * value
         highest = np.empty(most_rows, np.float32)
         sums = np.empty(most_rows, np.float32)  # sum of exp(score - highest)
         scores = np.empty((most_rows, width), np.float32)
         all_scores = scores.reshape(-1)
+        weights = np.empty(most_rows * width // in_word, element) if paired else all_scores
         for tile in range(begin, end):
             request, first = tiles[tile]
             block_table = block_tables[rows[request]]
@@ -117,9 +189,8 @@ def make_attend(head_dim: int, block_size: int) -> Callable[..., None]:
             for first_head in range(0, num_kv_heads, heads_at_once):
                 for row in range(heads_at_once * num_rows):
                     token, head = first + row % num_rows // group, (first_head + row // num_rows) * group + row % group
-                    for d in range(head_dim):
-                        queries[row, d] = query[token, head, d] * scale
-                        weighted[row, d] = 0.0
+                    put_query(queries, row, query[token, head], scale)
+                    weighted[row] = 0.0
                     highest[row] = _MINUS_INFINITY
                     sums[row] = 0.0
                 for span in range(first_seen // width, (last + shift) // width + 1):
@@ -134,19 +205,11 @@ def make_attend(head_dim: int, block_size: int) -> Callable[..., None]:
                         for head in range(heads_at_once):
                             row, end_row = head * num_rows + unseeing, (head + 1) * num_rows
                             while row < end_row:
-                                count = min(4, end_row - row)
-                                place = row * width + index * block_size
-                                keys = keys_of_heads[first_head + head]
-                                if start + (row - head * num_rows + count - 1) // group < index * block_size:
-                                    pass  # these queries stand before the block
-                                elif count == 4:
-                                    scores4(all_scores, place, width, queries, row, keys, head_dim, block_size)
-                                elif count == 3:
-                                    scores3(all_scores, place, width, queries, row, keys, head_dim, block_size)
-                                elif count == 2:
-                                    scores2(all_scores, place, width, queries, row, keys, head_dim, block_size)
-                                else:
-                                    scores1(all_scores, place, width, queries, row, keys, head_dim, block_size)
+                                count = min(MOST_ROWS, end_row - row)
+                                # else these queries stand before the block
+                                if start + (row - head * num_rows + count - 1) // group >= index * block_size:
+                                    place, keys = row * width + index * block_size, keys_of_heads[first_head + head]
+                                    _scores(count, all_scores, place, width, queries, row, keys, head_dim, block_size)
                                 row += count
                             ask(value_cache, block_table[span * blocks + index], first_head + head, head_dim, block_size)
                     for head in range(heads_at_once):
@@ -158,27 +221,22 @@ def make_attend(head_dim: int, block_size: int) -> Callable[..., None]:
                         for r in range(row, end_row):
                             low, high = _seen(start + (r - head * num_rows) // group, window, width)
                             _add_weights(scores, sums, r, low, high, width)
+                        put_weights(
+                            weights[row * width // in_word : end_row * width // in_word], all_scores[row * width : end_row * width]
+                        )
                     for index in range(lowest // block_size, end_block):
                         values_of_heads = value_cache[block_table[span * blocks + index]]
                         for head in range(heads_at_once):
                             row, end_row = head * num_rows + unseeing, (head + 1) * num_rows
                             while row < end_row:
-                                count = min(4, end_row - row)
+                                count = min(MOST_ROWS, end_row - row)
                                 from_first, from_last = row - head * num_rows, row - head * num_rows + count - 1
                                 # only tokens that some of these rows see: what others left in the block may be NaN
                                 low, high = _seen_by_any(start + from_first // group, start + from_last // group, window, width)
                                 low = max(0, low - index * block_size)
                                 high = min(block_size, high - index * block_size)
-                                place = row * width + index * block_size
-                                values = values_of_heads[first_head + head]
-                                if count == 4:
-                                    add_weighted4(weighted, row, all_scores, place, width, values, low, high, head_dim)
-                                elif count == 3:
-                                    add_weighted3(weighted, row, all_scores, place, width, values, low, high, head_dim)
-                                elif count == 2:
-                                    add_weighted2(weighted, row, all_scores, place, width, values, low, high, head_dim)
-                                else:
-                                    add_weighted1(weighted, row, all_scores, place, width, values, low, high, head_dim)
+                                place, values = row * width + index * block_size, values_of_heads[first_head + head]
+                                _add_weighted(count, weighted, row, weights, place, width, values, low, high, head_dim)
                                 row += count
                             place = (span + 1) * blocks + index
                             if place <= last_block:

@@ -18,6 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.cpu_ir import FLOAT, INT32, LANES, LINE, at, call, int64, integers, load_wide, pointers, prefetch, splat, store, take
+from kernels.cpu_pairs import PAIR, add_products, load_pairs
 
 VALUE_VECTORS = 4  # of a row that `add_weighted` keeps in registers at once
 CHAINS = 2  # partial sums a row has in `scores`: a multiplication takes four cycles, in which others must begin
@@ -29,7 +30,9 @@ def _make_scores(num_rows: int) -> Callable[..., Any]:
         def generate(context, builder, signature, arguments):
             out_data, query_data, key_data = pointers(context, builder, signature, arguments, (0, 3, 5))
             target, step, first = integers(context, builder, signature, arguments, (1, 2, 4))
-            width, length = head_dim.literal_value, block_size.literal_value
+            length = block_size.literal_value
+            paired = signature.args[3].dtype == types.uint32
+            width = head_dim.literal_value // PAIR if paired else head_dim.literal_value  # of a row of queries
             lanes, chains = math.gcd(length, LANES), math.gcd(width, CHAINS)
             vector = ir.VectorType(FLOAT, lanes)
             for t in range(0, length, lanes):
@@ -39,13 +42,16 @@ def _make_scores(num_rows: int) -> Callable[..., Any]:
                 with cgutils.for_range(builder, int64(width // chains)) as loop:
                     for chain in range(chains):
                         d = builder.add(builder.mul(loop.index, int64(chains)), int64(chain))
-                        key_place = builder.add(builder.mul(d, int64(length)), int64(t))
-                        key = load_wide(builder, key_data, key_place, lanes, signature.args[5].dtype)
+                        key_place = builder.add(builder.mul(d, int64(PAIR * length if paired else length)), int64(t))
+                        if paired:
+                            key = load_pairs(builder, key_data, key_place, builder.add(key_place, int64(length)), lanes)
+                        else:
+                            key = load_wide(builder, key_data, key_place, lanes, signature.args[5].dtype)
                         for r in range(num_rows):
                             start = builder.mul(builder.add(first, int64(r)), int64(width))
-                            query = splat(builder, builder.load(at(builder, query_data, builder.add(start, d))), vector)
+                            query = builder.load(at(builder, query_data, builder.add(start, d)))
                             total = sums[r][chain]
-                            builder.store(_multiply_then_add(builder, query, key, builder.load(total)), total)
+                            builder.store(_add_product(builder, builder.load(total), splat(builder, query, key.type), key), total)
                 for r in range(num_rows):
                     total = functools.reduce(builder.fadd, [builder.load(part) for part in sums[r]])
                     line = builder.add(target, builder.mul(step, int64(r)))
@@ -63,9 +69,13 @@ def _make_add_weighted(num_rows: int) -> Callable[..., Any]:
         def generate(context, builder, signature, arguments):
             out_data, weight_data, value_data = pointers(context, builder, signature, arguments, (0, 2, 5))
             first, source, step, begin, end = integers(context, builder, signature, arguments, (1, 3, 4, 6, 7))
+            paired = signature.args[2].dtype == types.uint32
+            one, two = int64(1), int64(PAIR)
+            low, high = begin, end
+            if paired:
+                source, step, begin, end = (builder.sdiv(each, two) for each in (source, step, begin, builder.add(end, one)))
             width = head_dim.literal_value
             lanes = math.gcd(width, LANES)
-            vector = ir.VectorType(FLOAT, lanes)
             for d in range(0, width, lanes * VALUE_VECTORS):
                 offsets = range(d, min(width, d + lanes * VALUE_VECTORS), lanes)
                 places = {
@@ -78,17 +88,29 @@ def _make_add_weighted(num_rows: int) -> Callable[..., Any]:
                     for key, at_row in places.items()
                 }
                 with cgutils.for_range(builder, end, start=begin) as loop:
-                    line = builder.mul(loop.index, int64(width))
-                    loaded = {
-                        offset: load_wide(builder, value_data, builder.add(line, int64(offset)), lanes, signature.args[5].dtype)
-                        for offset in offsets
-                    }
+                    line = builder.mul(loop.index, int64(PAIR * width if paired else width))
+                    line_places = {offset: builder.add(line, int64(offset)) for offset in offsets}
+                    if paired:
+                        seen = _seen_of_pair(builder, builder.mul(loop.index, two), low, high, ir.VectorType(INT32, lanes))
+                        loaded = {
+                            offset: builder.and_(
+                                load_pairs(builder, value_data, at_line, builder.add(at_line, int64(width)), lanes), seen
+                            )
+                            for offset, at_line in line_places.items()
+                        }
+                    else:
+                        loaded = {
+                            offset: load_wide(builder, value_data, at_line, lanes, signature.args[5].dtype)
+                            for offset, at_line in line_places.items()
+                        }
                     for r in range(num_rows):
                         start = builder.add(source, builder.mul(step, int64(r)))
-                        weight = splat(builder, builder.load(at(builder, weight_data, builder.add(start, loop.index))), vector)
+                        weight = builder.load(at(builder, weight_data, builder.add(start, loop.index)))
                         for offset in offsets:
-                            total = sums[r, offset]
-                            builder.store(_multiply_then_add(builder, weight, loaded[offset], builder.load(total)), total)
+                            total, value = sums[r, offset], loaded[offset]
+                            builder.store(
+                                _add_product(builder, builder.load(total), splat(builder, weight, value.type), value), total
+                            )
                 for key, total in sums.items():
                     store(builder, out_data, places[key], builder.load(total))
             return context.get_dummy_value()
@@ -138,11 +160,12 @@ def ask(typing_context, cache, block, head, head_dim, block_size):
 
 
 # scores(out, place, stride, queries, row, keys, head_dim, block_size): out[place + r * stride + t] = queries[row + r] . keys[:, t]
-# for r < 1, 2, 3, 4; out is flat, queries [rows, head_dim], keys [head_dim, block_size]
-scores1, scores2, scores3, scores4 = map(_make_scores, (1, 2, 3, 4))
+# for r < 1, 2, ...; out is flat, queries [rows, head_dim], or words of pairs along head_dim, keys [head_dim, block_size]
+scores1, scores2, scores3, scores4, scores5, scores6 = map(_make_scores, range(1, 7))
 # add_weighted(out, row, weights, place, stride, values, low, high, head_dim): out[row + r] += sum over t in low..high-1 of
-# weights[place + r * stride + t] * values[t]; out [rows, head_dim], weights is flat, values [block_size, head_dim]
-add_weighted1, add_weighted2, add_weighted3, add_weighted4 = map(_make_add_weighted, (1, 2, 3, 4))
+# weights[place + r * stride + t] * values[t]; out [rows, head_dim], weights is flat, or words of pairs along t, values
+# [block_size, head_dim]
+add_weighted1, add_weighted2, add_weighted3, add_weighted4, add_weighted5, add_weighted6 = map(_make_add_weighted, range(1, 7))
 # largest(x, row, length) and total(x, row, length) of x[row], x [rows, length]; `largest` may overlook a NaN
 largest = _make_reduction(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 total = _make_reduction(lambda builder, a, b: builder.fadd(a, b))
@@ -153,6 +176,17 @@ def _places(context, builder, signature, arguments, arrays, row):
     return *pointers(context, builder, signature, arguments, arrays), *integers(context, builder, signature, arguments, (row,))
 
 
-def _multiply_then_add(builder, x, y, z):
-    """x * y + z, in one rounding where the processor can."""
-    return call(builder, f"llvm.fmuladd.v{x.type.count}f32", x.type, x, y, z)
+def _add_product(builder, total, x, y):
+    """total + x * y, in one rounding where the processor can; x and y vectors of float32, or of words of pairs."""
+    if x.type.element == INT32:
+        return add_products(builder, total, x, y)
+    return call(builder, f"llvm.fmuladd.v{x.type.count}f32", total.type, x, y, total)
+
+
+def _seen_of_pair(builder, t, low, high, words):
+    """A word's bits of which of the tokens t and t + 1 are in low..high-1."""
+    lower = builder.select(builder.icmp_signed(">=", t, low), ir.Constant(INT32, 0xFFFF), ir.Constant(INT32, 0))
+    upper = builder.select(
+        builder.icmp_signed("<", builder.add(t, int64(1)), high), ir.Constant(INT32, -(1 << 16)), ir.Constant(INT32, 0)
+    )
+    return splat(builder, builder.or_(lower, upper), words)

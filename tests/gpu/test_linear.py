@@ -6,7 +6,7 @@ import torch
 
 from gpu.linear import Numerics, PlainLinear, make_linear
 from gpu.models.shards import fill_up
-from kernels import bfloat_matmul
+from kernels import cpu_pairs
 from kernels.blocks import quantize
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def test_int8_rows_of_zeros_nan_and_extremes():
 
 
 def test_choice_by_options(monkeypatch):
-    monkeypatch.setattr(bfloat_matmul, "is_fast", lambda: False)
+    monkeypatch.setattr(cpu_pairs, "is_fast", lambda: False)
 
     def choose(dtype, quantization="none", device=CPU):
         return Numerics.choose(dtype, quantization, device)
@@ -103,7 +103,7 @@ def test_choice_by_options(monkeypatch):
         choose("auto", "int8", torch.device("cuda"))
     names = {str(choose(*options)) for options in [("auto",), ("float32",), ("bfloat16",), ("auto", "int8"), ("float32", "int8")]}
     assert len(names) == 5
-    monkeypatch.setattr(bfloat_matmul, "is_fast", lambda: True)
+    monkeypatch.setattr(cpu_pairs, "is_fast", lambda: True)
     assert choose("auto") == choose("bfloat16")
     assert choose("auto", "int8") == Numerics(torch.float16, torch.float32, "int8")
 
