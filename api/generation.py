@@ -149,7 +149,7 @@ class Generation:
     @property
     def complete(self) -> bool:
         """All that there will ever be has come; `outputs` gives what is left of it without waiting."""
-        return all([stream.done for stream in self._streams])
+        return all(stream.done for stream in self._streams)
 
     @property
     def is_plain(self) -> bool:

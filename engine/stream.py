@@ -139,7 +139,10 @@ class RequestStream:
 
     @property
     def done(self) -> bool:
-        return all(choice.finished for choice in self._choices)
+        for choice in self._choices:  # most have one: a generator would cost more than all else here
+            if not choice.finished:
+                return False
+        return True
 
     # What the client's subscriber calls
 
