@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import AsyncIterator
+from typing import Any
 
+import httpx
+import msgspec
+import pytest
+
+from api.app import create_app
 from api.errors import MAX_MESSAGE, GenerationError, ServiceUnavailable, as_api_error, body_of, sanitize_message
 from engine.bus import BusUnavailable
+from engine.config import ApiConfig, RedisConfig
 
 
 def test_nothing_of_the_inside_is_told() -> None:
@@ -24,3 +31,30 @@ def test_what_is_told_of_an_exception() -> None:
     assert isinstance(away, ServiceUnavailable)
     assert away.headers["Retry-After"]
     assert "10.0.0.1" not in away.message
+
+
+@pytest.mark.parametrize("content", [b'{"prompt": "x"}', b'{"prompt": "x", "n": "one"}'])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_what_nothing_else_catches(monkeypatch: pytest.MonkeyPatch, caplog: Any, content: bytes, chunked: bool) -> None:
+    """On the direct way, and on FastAPI's: one 500 without details, one log line with them. A bad body comes first."""
+
+    def fail(service: object) -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr("api.completions.admit", fail)
+    transport = httpx.ASGITransport(create_app(ApiConfig(), RedisConfig()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        headers = {"Content-Type": "application/json", "X-Request-Id": "told"}
+        answer = await client.post("/v1/completions", content=_pieces(content) if chunked else content, headers=headers)
+    assert answer.headers["content-type"] == "application/json"
+    error = answer.json()["error"]
+    if b"one" in content:
+        assert (answer.status_code, error["param"]) == (400, "body.n")
+        return
+    assert (answer.status_code, error["message"], error["type"]) == (500, "Internal server error.", "InternalServerError")
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.request_id == "told" and "secret" in record.exc_text
+
+
+async def _pieces(content: bytes) -> AsyncIterator[bytes]:
+    yield content
