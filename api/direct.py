@@ -1,9 +1,9 @@
 """The direct way of a completion request: from the outer layers to its endpoint, past FastAPI.
 
 FastAPI's way to an endpoint costs a third of a whole request: nine layers, a search for the route, dependencies, a body that turns
-into objects of Python and then into a model. An ordinary request needs a look at its path and one pass over its body. Whatever is out
-of the ordinary, every body that is not valid above all, takes FastAPI's way as if there were no other, so that nothing is decided
-twice: FastAPI says what is wrong, and documents the routes.
+into objects of Python and then into a model. An ordinary request needs a look at its path and one pass over its body. Whatever is
+out of the ordinary, every body that is not valid above all, takes FastAPI's way as if there were no other, so that nothing is
+decided twice: FastAPI says what is wrong, and documents the routes.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ class _Exchange:
 
     def _with_id(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """The response's own id where it has one; none where none is wanted."""
-        given = [header for header in headers if header[0] == ASGI_ID_HEADER]
-        others = [header for header in headers if header[0] != ASGI_ID_HEADER]
+        given = [pair for pair in headers if pair[0] == ASGI_ID_HEADER]
+        others = [pair for pair in headers if pair[0] != ASGI_ID_HEADER]
         if not self._id_header:
             return others
         return others + (given or [(ASGI_ID_HEADER, self.request_id.encode())])
