@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from api.app import create_app
+from engine.config import ApiConfig, RedisConfig
 from tests.api.conftest import KEYS
 from tests.api.live_server import LiveServer
 
@@ -111,3 +113,23 @@ async def test_comments_keep_a_silent_stream_alive(slow_server: LiveServer) -> N
         await asyncio.gather(filling, return_exceptions=True)
         while (await http.get("/v1/requests")).json()["data"]:
             await asyncio.sleep(0.01)  # until the disconnect has reached the engine
+
+
+@pytest.mark.parametrize(("key", "status"), [("key-a", 503), ("wrong", 401)])
+async def test_pages_of_an_allowed_origin_are_told_so(key: str, status: int) -> None:
+    """Before a request, and whatever comes of it: here Redis was never reached."""
+    app = create_app(ApiConfig(allowed_origins=["http://page"], api_key=["alice=key-a"]), RedisConfig())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        asked = {
+            "Origin": "http://page",
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization",
+        }
+        preflight = await client.options("/v1/completions", headers=asked)
+        headers = {"Origin": "http://page", "Authorization": f"Bearer {key}"}
+        answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+        elsewhere = await client.post("/v1/completions", json={"prompt": "x"}, headers={**headers, "Origin": "http://other"})
+    assert preflight.status_code == 200
+    assert answer.status_code == elsewhere.status_code == status
+    assert preflight.headers["access-control-allow-origin"] == answer.headers["access-control-allow-origin"] == "http://page"
+    assert "access-control-allow-origin" not in elsewhere.headers
