@@ -17,8 +17,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.cpu_ir import FLOAT, INT32, LANES, LINE, at, int64, integers, load_as, pointers, prefetch, splat, store
-from kernels.cpu_math import widen
-from kernels.cpu_pairs import PAIR, add_products, pair
+from kernels.cpu_math import narrow, widen
+from kernels.cpu_pairs import PAIR, add_products
 from kernels.cpu_rows import HALF_PANEL, HALF_ROWS, WIDE, copy_tile, num_panels, tile_rows
 from kernels.cpu_threads import for_ranges
 
@@ -150,16 +150,19 @@ def multiply(out, x, weights, begin, end):
 def round_rows(packed, x):
     """x [rows, columns] rounded to bfloat16, tile by tile, pair by pair, the tile's rows beside each other."""
     rows, columns = x.shape
-    pairs, whole = num_pairs(columns), columns // PAIR
+    pairs = num_pairs(columns)
+    rounded = np.zeros((HALF_ROWS, pairs * PAIR), np.uint16)
+    words = rounded.view(np.uint32)
     row = 0
     while row < rows:
         count = tile_rows(row, rows, HALF_ROWS)
         first = row * pairs
         for r in range(count):
-            for k in range(whole):
-                packed[first + k * count + r] = pair(x[row + r, PAIR * k], x[row + r, PAIR * k + 1])
-            if whole < pairs:
-                packed[first + whole * count + r] = pair(x[row + r, columns - 1], np.float32(0.0))
+            for i in range(columns):
+                rounded[r, i] = narrow(x[row + r, i], rounded[r, i])
+        for k in range(pairs):
+            for r in range(count):
+                packed[first + k * count + r] = words[r, k]
         row += count
 
 
