@@ -64,7 +64,7 @@ class CompiledLayer:
         return hidden
 
 
-def _operands(linear: Linear) -> tuple[np.ndarray, np.ndarray, int, int]:
+def _operands(linear: Linear) -> tuple[np.ndarray, np.ndarray, int]:
     """What `kernels.cpu_layer.project` takes."""
     assert isinstance(linear, HalfLinear | BfloatLinear | BlockLinear)
     return linear.operands

@@ -112,7 +112,7 @@ class HalfLinear:
         self._panels, self._out_features = packed.arrays["panels"], packed.out_features
         self._bias = bias
         self.is_compilable = bias is None
-        self.operands = (self._panels, self._panels, 16, 1)  # as kernels.cpu_layer.project takes them
+        self.operands = (self._panels, self._panels, 0)  # as kernels.cpu_layer.project takes them
         self.num_bytes = packed.num_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ class BfloatLinear:
         self._panels, self._out_features, self._in_features = packed.arrays["panels"], packed.out_features, packed.in_features
         self._bias = bias
         self.is_compilable = bias is None
-        self.operands = (self._panels, self._panels, 16, 1)  # as kernels.cpu_layer.project takes them
+        self.operands = (self._panels, self._panels, 0)  # as kernels.cpu_layer.project takes them
         self.num_bytes = packed.num_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -143,16 +143,11 @@ class BlockLinear:
     """Weights of 4 or 8 bits in blocks, activations of 8 bits in the same blocks, each with its scale; float32 in and out."""
 
     def __init__(self, packed: PackedMatrix, bias: torch.Tensor | None) -> None:
-        self._blocks = PackedBlocks(packed.arrays["codes"], packed.arrays["scales"], packed.bits, packed.block_size)
+        self._blocks = PackedBlocks(packed.arrays["codes"], packed.arrays["scales"], packed.block_kind)
         self._in_features, self._out_features = packed.in_features, packed.out_features
         self._bias = bias
         self.is_compilable = bias is None and self._in_features == self._blocks.in_features
-        self.operands = (
-            self._blocks.codes,
-            self._blocks.scales,
-            packed.bits,
-            packed.block_size,
-        )  # as kernels.cpu_layer.project takes them
+        self.operands = (self._blocks.codes, self._blocks.scales, self._blocks.kind)  # as kernels.cpu_layer.project takes them
         self.num_bytes = packed.num_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LAYOUT_VERSION = 2  # changes with what packing makes
+LAYOUT_VERSION = 3  # changes with what packing makes
 MOST_MODELS = 4  # kept in a folder; the least recently used go
 _NAME = re.compile(r"[0-9a-f]{32}-\d+-of-\d+\.weights")
 _LENGTH = struct.Struct("<Q")  # of the index, the file's last bytes
@@ -53,8 +53,7 @@ class PackedMatrix:
     in_features: int
     arrays: dict[str, np.ndarray]
     dtype: str = ""  # plain: torch's name of the weight's type; bfloat16 is kept as int16
-    bits: int = 0
-    block_size: int = 0
+    block_kind: int = 0  # blocks: index in kernels.block_matmul.KINDS
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +81,7 @@ class PackedMatrix:
     def blocks(cls, blocks: Blocks, in_features: int) -> PackedMatrix:
         packed = pack_blocks(blocks)
         arrays = {"codes": packed.codes, "scales": packed.scales}
-        return cls("blocks", len(blocks.codes), in_features, arrays, bits=packed.bits, block_size=packed.block_size)
+        return cls("blocks", len(blocks.codes), in_features, arrays, block_kind=packed.kind)
 
 
 class PrivateWeights:

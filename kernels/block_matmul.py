@@ -7,7 +7,8 @@ processor, whatever instruction multiplies bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from kernels.blocks import Blocks
+from kernels.blocks import INT8_BLOCK, Blocks
 from kernels.cpu_dot import BYTES, WORDS, dot_bytes
 from kernels.cpu_ir import (
     FLOAT,
@@ -37,50 +38,104 @@ from kernels.cpu_ir import (
     prefetch,
     splat,
     store,
+    switch,
 )
 from kernels.cpu_math import widen
-from kernels.cpu_rows import BLOCK_PANEL, BLOCK_ROWS, WIDE, copy_tile, num_panels, tile_rows
+from kernels.cpu_rows import BLOCK_PANEL, BLOCK_ROWS, copy_tile, num_panels, tile_rows
 from kernels.cpu_threads import for_ranges
 
 PANEL = BLOCK_PANEL
-VECTORS = PANEL // LANES  # of a panel
 GROUP = 4  # input columns that one instruction multiplies and sums
+_FLOATS = ir.VectorType(FLOAT, LANES)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the codes of a panel's block lie in memory, and what stands beside them."""
+
+    bits: int
+    block_size: int
+    is_symmetric: bool = False  # around the middle of the codes' range: no minima are kept, sums begin at what the middle adds
+
+    @property
+    def groups(self) -> int:
+        return self.block_size // GROUP
+
+    @property
+    def chunks(self) -> int:
+        """Loads that bring the codes of LANES columns."""
+        return self.groups * self.bits // 8
+
+    @property
+    def num_bytes(self) -> int:
+        return self.chunks * BYTES.count
+
+    @property
+    def parts(self) -> int:
+        """Numbers of a column beside its codes: a scale, and a minimum."""
+        return 1 if self.is_symmetric else 2
+
+    def load(self, builder: ir.IRBuilder, block: ir.Value) -> Iterator[tuple[int, ir.Value]]:
+        """Yields (group, the codes of the panel's columns as bytes)."""
+        for chunk in range(self.chunks):
+            raw = load_as(builder, at(builder, block, chunk * BYTES.count), BYTES, 1)
+            if self.bits == 8:
+                yield chunk, raw
+                continue
+            low, shift = ir.Constant(BYTES, [15] * BYTES.count), ir.Constant(WORDS, [4] * LANES)
+            yield chunk, builder.and_(raw, low)
+            high = builder.lshr(builder.bitcast(raw, WORDS), shift)
+            yield chunk + self.chunks, builder.and_(builder.bitcast(high, BYTES), low)
+
+
+KINDS = (Kind(4, 32), Kind(8, 32), Kind(8, 16), Kind(8, INT8_BLOCK, is_symmetric=True))
+_BITS, _BLOCK_SIZES = tuple(kind.bits for kind in KINDS), tuple(kind.block_size for kind in KINDS)
+_MIDDLES = tuple(1 << (kind.bits - 1) if kind.is_symmetric else 0 for kind in KINDS)
 
 
 @dataclass
 class PackedBlocks:
     """`Blocks` as the product reads them. Codes of 4 bits lie two in a byte: the block's first half low, its second high."""
 
-    codes: NDArray[np.uint8]  # [panels, blocks, VECTORS, bytes of LANES columns of a block]
-    scales: NDArray[Any]  # [panels, blocks, 2, PANEL]: scales, minima; float32, or int16, the bits of float16 where that is exact
-    bits: int
-    block_size: int
+    codes: NDArray[np.uint8]  # [panels, blocks, bytes of a panel's block]
+    scales: NDArray[
+        Any
+    ]  # [panels, blocks, parts, PANEL]: scales, minima; float32, or int16, the bits of float16 where that is exact
+    kind: int  # index in KINDS
 
     @property
     def in_features(self) -> int:
-        return self.codes.shape[1] * self.block_size
+        return self.codes.shape[1] * KINDS[self.kind].block_size
 
 
 def pack_blocks(blocks: Blocks) -> PackedBlocks:
+    """Raises ValueError where there is no kernel for such blocks."""
     rows, columns = blocks.codes.shape
-    panels, size = num_panels(rows, PANEL), blocks.block_size
+    number = _find_kind(blocks)
+    panels, size, parts = num_panels(rows, PANEL), KINDS[number].block_size, KINDS[number].parts
     count = columns // size
-    codes = _pad_rows(blocks.codes, panels).reshape(panels, VECTORS, LANES, count, size // GROUP, GROUP).transpose(0, 3, 1, 4, 2, 5)
+    codes = _pad_rows(blocks.codes, panels).reshape(panels, PANEL, count, size // GROUP, GROUP).transpose(0, 2, 3, 1, 4)
     if blocks.bits == 4:
         half = size // GROUP // 2
-        codes = codes[:, :, :, :half] | codes[:, :, :, half:] << 4
-    scales = np.stack(
-        [_pad_rows(x, panels).reshape(panels, PANEL, count).swapaxes(1, 2) for x in (blocks.scales, blocks.minima)], 2
-    )
+        codes = codes[:, :, :half] | codes[:, :, half:] << 4
+    beside = (blocks.scales, blocks.minima)[:parts]
+    scales = np.stack([_pad_rows(x, panels).reshape(panels, PANEL, count).swapaxes(1, 2) for x in beside], 2)
     with np.errstate(over="ignore"):
         halves = scales.astype(np.float16)
     exact = np.array_equal(halves.astype(np.float32), scales)
     return PackedBlocks(
-        np.ascontiguousarray(codes).reshape(panels, count, VECTORS, -1),
+        np.ascontiguousarray(codes).reshape(panels, count, -1),
         np.ascontiguousarray(halves).view(np.int16) if exact else np.ascontiguousarray(scales),
-        blocks.bits,
-        size,
+        number,
     )
+
+
+def _find_kind(blocks: Blocks) -> int:
+    for number, kind in enumerate(KINDS):
+        fits = not kind.is_symmetric or np.array_equal(blocks.minima, -_MIDDLES[number] * blocks.scales)
+        if (kind.bits, kind.block_size) == (blocks.bits, blocks.block_size) and fits:
+            return number
+    raise ValueError(f"there is no product with blocks of {blocks.block_size} columns, {blocks.bits} bits and such minima")
 
 
 def _pad_rows(x: NDArray[Any], panels: int) -> NDArray[Any]:
@@ -94,225 +149,117 @@ def block_matmul(x: torch.Tensor, packed: PackedBlocks, out_features: int) -> to
     x may have fewer columns than the blocks, whose last is then padded with zeros. NaN or infinity in a row makes the row's whole
     product NaN.
     """
-    rows, in_features = np.ascontiguousarray(x.numpy()), packed.in_features
+    rows, in_features, kind = np.ascontiguousarray(x.numpy()), packed.in_features, packed.kind
     if rows.shape[1] < in_features:
         rows = np.pad(rows, ((0, 0), (0, in_features - rows.shape[1])))
     out = np.empty((len(rows), out_features), np.float32)
     if len(rows):
-        codes = np.empty(rows.size // GROUP, np.int32)
-        sums = np.empty(2 * rows.size // packed.block_size, np.float32)
-        quantize_rows(codes, sums, rows, packed.block_size)
-        size, bits = packed.block_size, packed.bits
-        for_ranges(
-            lambda begin, end: multiply(out, codes, sums, packed.codes, packed.scales, bits, size, begin, end), len(packed.codes)
-        )
+        codes, sums = quantize_rows(rows, kind)
+        for_ranges(lambda begin, end: multiply(out, codes, sums, packed.codes, packed.scales, kind, begin, end), len(packed.codes))
     return torch.from_numpy(out)
 
 
 def block_rows(packed: PackedBlocks, indices: torch.Tensor) -> torch.Tensor:
     """Rows `indices` [n] int64 of the weight that was packed, as float32 [n, in_features]."""
     out = np.empty((len(indices), packed.in_features), np.float32)
-    _take_rows(out, packed.codes, packed.scales, indices.numpy(), packed.bits, packed.block_size)
+    _take_rows(out, packed.codes, packed.scales, indices.numpy(), packed.kind)
     return torch.from_numpy(out)
 
 
-def _make_tile(num_rows: int) -> Callable[..., Any]:
-    """tile(out, place, stride, x, sums, row, codes, scales, panel, num_blocks, ahead, lines, bits, block_size): a panel's product
-    of the `num_rows` rows that begin at `row`, which `quantize_rows` packed, goes to out[place + r * stride + c]. `out`, `x`,
-    `sums` are flat; `bits` and `block_size` are constants. While block b goes by, `lines` cache lines of `codes` from
+@intrinsic
+def _tile(typing_context, kind, rows, out, place, stride, x, sums, row, codes, scales, panel, num_blocks, ahead, lines):
+    """A panel's product of the `rows` rows that begin at `row`, which `quantize_rows` packed, goes to out[place + r * stride + c].
+    `out`, `x`, `sums` are flat; `kind` is that of one of KINDS. While block b goes by, `lines` cache lines of `codes` from
     ahead + b * lines on are asked for."""
 
-    @intrinsic(prefer_literal=True)
-    def tile(typing_context, out, place, stride, x, sums, row, codes, scales, panel, num_blocks, ahead, lines, bits, block_size):
-        def generate(context, builder, signature, arguments):
-            out_data, x_data, sum_data, code_data, scale_data = pointers(context, builder, signature, arguments, (0, 3, 4, 6, 7))
-            start, step, first, panel_index, count = integers(context, builder, signature, arguments, (1, 2, 5, 8, 9))
-            next_line, num_lines = integers(context, builder, signature, arguments, (10, 11))
-            kind = _BlockKind(bits.literal_value, block_size.literal_value)
-            floats = ir.VectorType(FLOAT, LANES)
-            totals = [
-                [cgutils.alloca_once_value(builder, ir.Constant(floats, None)) for _ in range(VECTORS)] for _ in range(num_rows)
-            ]
+    def generate(context, builder, signature, arguments):
+        out_data, x_data, sum_data, code_data, scale_data = pointers(context, builder, signature, arguments, (2, 5, 6, 8, 9))
+        number, num_rows, start, stride_value, first = integers(context, builder, signature, arguments, (0, 1, 3, 4, 7))
+        panel_index, count, next_line, num_lines = integers(context, builder, signature, arguments, (10, 11, 12, 13))
+        stored = signature.args[9].dtype
+
+        def emit(kind, height):
+            totals = [cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, None)) for _ in range(height)]
             x_tile = at(builder, x_data, builder.mul(builder.mul(first, count), int64(kind.groups)))
             sum_tile = at(builder, sum_data, builder.mul(builder.mul(first, count), int64(2)))
             before_panel = builder.mul(panel_index, count)
             with cgutils.for_range(builder, count) as loop:
                 block = builder.add(before_panel, loop.index)
                 block_codes = at(builder, code_data, builder.mul(block, int64(kind.num_bytes)))
-                block_scales = at(builder, scale_data, builder.mul(block, int64(2 * PANEL)))
-                block_x = at(builder, x_tile, builder.mul(loop.index, int64(kind.groups * num_rows)))
-                block_sums = at(builder, sum_tile, builder.mul(loop.index, int64(2 * num_rows)))
+                block_scales = at(builder, scale_data, builder.mul(block, int64(kind.parts * PANEL)))
+                block_x = at(builder, x_tile, builder.mul(loop.index, int64(kind.groups * height)))
+                scale_of = at(builder, sum_tile, builder.mul(loop.index, int64(2 * height)))
+                sum_of = at(builder, scale_of, height)
                 first_line = builder.add(next_line, builder.mul(loop.index, num_lines))
                 with cgutils.for_range(builder, num_lines) as ahead_loop:
                     line = builder.mul(builder.add(first_line, ahead_loop.index), int64(LINE))
                     prefetch(builder, at(builder, code_data, line))
-                products = [[ir.Constant(WORDS, None) for _ in range(VECTORS)] for _ in range(num_rows)]
-                for group, codes_of_group in kind.load(builder, block_codes):
-                    for r in range(num_rows):
-                        word = load_as(builder, at(builder, block_x, group * num_rows + r), INT32, 4)
-                        signed = splat(builder, word, WORDS)
-                        for vector in range(VECTORS):
-                            products[r][vector] = dot_bytes(builder, products[r][vector], codes_of_group[vector], signed, kind.bits)
-                stored = signature.args[7].dtype
-                scale, minimum = (
-                    [
-                        load_wide(builder, block_scales, int64(part * PANEL + vector * LANES), LANES, stored)
-                        for vector in range(VECTORS)
-                    ]
-                    for part in (0, 1)
+                products = [ir.Constant(WORDS, None)] * height
+                if kind.is_symmetric:
+                    products = [splat(builder, load_as(builder, at(builder, sum_of, r), INT32, 4), WORDS) for r in range(height)]
+                for group, columns in kind.load(builder, block_codes):
+                    for r in range(height):
+                        signed = splat(builder, load_as(builder, at(builder, block_x, group * height + r), INT32, 4), WORDS)
+                        products[r] = dot_bytes(builder, products[r], columns, signed, kind.bits)
+                scale, *minimum = (
+                    load_wide(builder, block_scales, int64(part * PANEL), LANES, stored) for part in range(kind.parts)
                 )
-                for r in range(num_rows):
-                    x_scale, x_sum = (
-                        splat(builder, builder.load(at(builder, block_sums, part * num_rows + r)), floats) for part in (0, 1)
-                    )
-                    for vector in range(VECTORS):
-                        exact = builder.sitofp(products[r][vector], floats)
-                        total = multiply_add(builder, minimum[vector], x_sum, builder.load(totals[r][vector]))
-                        total = multiply_add(builder, exact, builder.fmul(scale[vector], x_scale), total)
-                        builder.store(total, totals[r][vector])
-            for r in range(num_rows):
-                line = builder.add(start, builder.mul(step, int64(r)))
-                for vector in range(VECTORS):
-                    store(builder, out_data, builder.add(line, int64(vector * LANES)), builder.load(totals[r][vector]))
-            return context.get_dummy_value()
+                for r in range(height):
+                    x_scale = splat(builder, builder.load(at(builder, scale_of, r)), _FLOATS)
+                    total = builder.load(totals[r])
+                    for each in minimum:
+                        total = multiply_add(builder, each, splat(builder, builder.load(at(builder, sum_of, r)), _FLOATS), total)
+                    exact = builder.sitofp(products[r], _FLOATS)
+                    builder.store(multiply_add(builder, exact, builder.fmul(scale, x_scale), total), totals[r])
+            for r in range(height):
+                store(builder, out_data, builder.add(start, builder.mul(stride_value, int64(r))), builder.load(totals[r]))
 
-        return types.none(
-            out, place, stride, x, sums, row, codes, scales, panel, num_blocks, ahead, lines, bits, block_size
-        ), generate
+        def emit_kind(case):
+            switch(builder, num_rows, range(1, BLOCK_ROWS + 1), functools.partial(emit, KINDS[case]))
 
-    return tile
+        switch(builder, number, range(len(KINDS)), emit_kind)
+        return context.get_dummy_value()
 
-
-@dataclass(frozen=True)
-class _BlockKind:
-    """How the codes of a panel's block lie in memory, vector of columns by vector of columns."""
-
-    bits: int
-    block_size: int
-
-    @property
-    def groups(self) -> int:
-        return self.block_size // GROUP
-
-    @property
-    def chunks(self) -> int:
-        """Loads that bring the codes of LANES columns."""
-        return self.groups * self.bits // 8
-
-    @property
-    def num_bytes(self) -> int:
-        return VECTORS * self.chunks * BYTES.count
-
-    def load(self, builder, block):
-        """Yields (group, its codes as bytes, a vector of LANES columns each)."""
-        for chunk in range(self.chunks):
-            raw = [
-                load_as(builder, at(builder, block, (vector * self.chunks + chunk) * BYTES.count), BYTES, 1)
-                for vector in range(VECTORS)
-            ]
-            if self.bits == 8:
-                yield chunk, raw
-                continue
-            low, shift = ir.Constant(BYTES, [15] * BYTES.count), ir.Constant(WORDS, [4] * LANES)
-            yield chunk, [builder.and_(each, low) for each in raw]
-            high = [builder.bitcast(builder.lshr(builder.bitcast(each, WORDS), shift), BYTES) for each in raw]
-            yield chunk + self.chunks, [builder.and_(each, low) for each in high]
-
-
-_tile1, _tile2, _tile3, _tile4, _tile5, _tile6, _tile7, _tile8 = (_make_tile(rows) for rows in range(1, 9))
+    return types.none(kind, rows, out, place, stride, x, sums, row, codes, scales, panel, num_blocks, ahead, lines), generate
 
 
 @numba.njit(cache=True, nogil=True)
-def _tile(rows, out, place, stride, x, sums, row, codes, scales, panel, ahead, lines, bits, block_size):
-    blocks = codes.shape[1]
-    if bits == 4:
-        if WIDE and rows == 8:
-            _tile8(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
-        elif WIDE and rows == 7:
-            _tile7(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
-        elif WIDE and rows == 6:
-            _tile6(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
-        elif WIDE and rows == 5:
-            _tile5(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
-        elif WIDE and rows == 4:
-            _tile4(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
-        elif rows == 3:
-            _tile3(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
-        elif rows == 2:
-            _tile2(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
-        else:
-            _tile1(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 4, 32)
-    elif block_size == 32:
-        if WIDE and rows == 8:
-            _tile8(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
-        elif WIDE and rows == 7:
-            _tile7(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
-        elif WIDE and rows == 6:
-            _tile6(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
-        elif WIDE and rows == 5:
-            _tile5(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
-        elif WIDE and rows == 4:
-            _tile4(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
-        elif rows == 3:
-            _tile3(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
-        elif rows == 2:
-            _tile2(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
-        else:
-            _tile1(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 32)
-    else:
-        if WIDE and rows == 8:
-            _tile8(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)
-        elif WIDE and rows == 7:
-            _tile7(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)
-        elif WIDE and rows == 6:
-            _tile6(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)
-        elif WIDE and rows == 5:
-            _tile5(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)
-        elif WIDE and rows == 4:
-            _tile4(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)
-        elif rows == 3:
-            _tile3(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)
-        elif rows == 2:
-            _tile2(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)
-        else:
-            _tile1(out, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines, 8, 16)
-
-
-@numba.njit(cache=True, nogil=True)
-def multiply(out, x, sums, codes, scales, bits, block_size, begin, end):
+def multiply(out, x, sums, codes, scales, kind, begin, end):
     """Panels begin..end-1 of the product; x and sums as `quantize_rows` packs them."""
     rows, columns = out.shape
     flat = out.reshape(-1)
     scratch = np.empty((BLOCK_ROWS, PANEL), np.float32)
     flat_scratch = scratch.reshape(-1)
     # cache lines of the next panel's codes that each tile asks for in a block; one tile alone leaves that to the processor
-    block_lines, tiles = codes.shape[2] * codes.shape[3] // LINE, (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
+    blocks, block_lines, tiles = codes.shape[1], codes.shape[2] // LINE, (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
     lines = (block_lines + tiles - 1) // tiles if tiles > 1 else 0
-    panel_lines = codes.shape[1] * block_lines
+    panel_lines = blocks * block_lines
     for panel in range(begin, end):
         column = panel * PANEL
+        is_whole = column + PANEL <= columns
+        target, stride = (flat, columns) if is_whole else (flat_scratch, PANEL)
         ahead = min(panel + 1, end - 1) * panel_lines
         last_line = ahead + panel_lines
         row = 0
         while row < rows:
             count = tile_rows(row, rows, BLOCK_ROWS)
-            if column + PANEL <= columns:
-                _tile(
-                    count, flat, row * columns + column, columns, x, sums, row, codes, scales, panel, ahead, lines, bits, block_size
-                )
-            else:
-                _tile(count, flat_scratch, 0, PANEL, x, sums, row, codes, scales, panel, ahead, lines, bits, block_size)
+            place = row * columns + column if is_whole else 0
+            _tile(kind, count, target, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines)
+            if not is_whole:
                 copy_tile(out, row, column, scratch, count)
             row += count
-            ahead = min(ahead + codes.shape[1] * lines, last_line - codes.shape[1] * lines)
+            ahead = min(ahead + blocks * lines, last_line - blocks * lines)
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def quantize_rows(packed, sums, x, block_size):
-    """x [rows, columns] rounded to -127..127 by blocks. Tile by tile: packed, words of four codes, [blocks, groups, rows]; sums,
-    [blocks, 2, rows]: the block's scale, and the sum of what its codes stand for."""
+def quantize_rows(x, kind):
+    """x [rows, columns] rounded to -127..127 by blocks. Returns, tile by tile and flat, words of four codes [blocks, groups, rows]
+    and float32 [blocks, 2, rows]: a block's scale, and the sum of what its codes stand for; where minima are not kept, the bits of
+    an integer instead, at which the sum of a product begins."""
     rows, columns = x.shape
+    block_size, middle = _BLOCK_SIZES[kind], _MIDDLES[kind]
     blocks, groups = columns // block_size, block_size // GROUP
+    packed, sums = np.empty(x.size // GROUP, np.int32), np.empty(2 * rows * blocks, np.float32)
     codes = np.empty(columns, np.int8)
     words = codes.view(np.int32)
     row = 0
@@ -338,24 +285,26 @@ def quantize_rows(packed, sums, x, block_size):
                     total += code
                 place = first_sum + 2 * b * count + r
                 sums[place] = scale
-                sums[place + count] = scale * np.float32(total)
+                sums[place + count] = np.int32(-middle * total).view(np.float32) if middle else scale * np.float32(total)
             for g in range(blocks * groups):
                 packed[first_word + g * count + r] = words[g]
         row += count
+    return packed, sums
 
 
 @numba.njit(cache=True, nogil=True)
-def _take_rows(out, codes, scales, indices, bits, block_size):
+def _take_rows(out, codes, scales, indices, kind):
+    bits, block_size, middle = _BITS[kind], _BLOCK_SIZES[kind], np.float32(_MIDDLES[kind])
     groups = block_size // GROUP
     chunks = groups // 2 if bits == 4 else groups
     for i in range(len(indices)):
         panel, column = indices[i] // PANEL, indices[i] % PANEL
-        vector, lane = column // LANES, column % LANES
         for b in range(codes.shape[1]):
-            scale, minimum = widen(scales[panel, b, 0, column]), widen(scales[panel, b, 1, column])
+            scale = widen(scales[panel, b, 0, column])
+            minimum = -middle * scale if middle else widen(scales[panel, b, 1, column])
             for k in range(block_size):
                 group = k // GROUP
-                code = codes[panel, b, vector, ((group % chunks) * LANES + lane) * GROUP + k % GROUP]
+                code = codes[panel, b, ((group % chunks) * LANES + column) * GROUP + k % GROUP]
                 if bits == 4:
                     code = (code >> np.uint8(4 * (group // chunks))) & np.uint8(15)
                 out[i, b * block_size + k] = np.float32(code) * scale + minimum

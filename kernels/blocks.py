@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+INT8_BLOCK = 64  # columns of a weight quantized here that share a scale
+
 
 @dataclass
 class Blocks:
@@ -47,8 +49,8 @@ def join_rows(parts: Sequence[Blocks]) -> Blocks:
     )
 
 
-def quantize(weight: NDArray[np.float32], block_size: int = 32) -> Blocks:
-    """weight [rows, columns] in 8 bits as GGUF's Q8_0 has them: nearest, symmetrical around 0, scales of 16 bits.
+def quantize(weight: NDArray[np.float32], block_size: int = INT8_BLOCK) -> Blocks:
+    """weight [rows, columns] in 8 bits: nearest, symmetrical around 0, scales of 16 bits, as GGUF's Q8_0 has them for 32 columns.
 
     The last block of a row is filled up with zeros.
     """

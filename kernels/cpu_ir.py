@@ -110,6 +110,18 @@ def call(builder, name, result, *arguments):
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
+def switch(builder, value, cases, emit):
+    """What emit(case) makes, for the one of the integers `cases` that `value` is."""
+    end = builder.append_basic_block("end")
+    choice = builder.switch(value, end)
+    for case in cases:
+        choice.add_case(ir.Constant(value.type, case), builder.append_basic_block("case"))
+        builder.position_at_end(choice.cases[-1][1])
+        emit(case)
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
 def multiply_add(builder, x, y, z):
     """x * y + z, in one rounding."""
     return call(builder, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)

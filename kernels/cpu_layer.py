@@ -10,24 +10,23 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from kernels import bfloat_matmul, block_matmul, half_matmul
+from kernels import bfloat_matmul, block_matmul, half_matmul, panel_matmul
 from kernels.rms_norm import add_normalize
 from kernels.rope_kv_write import turn_and_write
 from kernels.silu_mul import gate
 
-_multiply_half, _pack_rows = half_matmul.multiply, half_matmul.pack_rows
-_multiply_bfloat, _round_rows, _num_pairs = bfloat_matmul.multiply, bfloat_matmul.round_rows, bfloat_matmul.num_pairs
+_multiply_panels = panel_matmul.multiply
+_pack_rows, _round_rows, _num_pairs = half_matmul.pack_rows, bfloat_matmul.round_rows, bfloat_matmul.num_pairs
 _multiply_blocks, _quantize_rows = block_matmul.multiply, block_matmul.quantize_rows
-GROUP = block_matmul.GROUP
 
 
-def project(out, x, weight, scales, bits, block_size):
-    """out [rows, out_features] = x [rows, in_features] times packed weights: panels of 16-bit weights, or codes and scales."""
+def project(out, x, weight, scales, kind):
+    """out [rows, out_features] = x [rows, in_features] times packed weights: panels of 16 bits, or codes and scales of a kind."""
     raise NotImplementedError("for compiled code only")
 
 
 @overload(project)
-def _project(out, x, weight, scales, bits, block_size):
+def _project(out, x, weight, scales, kind):
     if weight.dtype == types.int16:
         return _project_half
     if weight.dtype == types.uint32:
@@ -35,48 +34,46 @@ def _project(out, x, weight, scales, bits, block_size):
     return _project_blocks
 
 
-def _project_half(out, x, weight, scales, bits, block_size):
+def _project_half(out, x, weight, scales, kind):
     packed = np.empty(x.size, np.float32)
     _pack_rows(packed, x)
-    _multiply_half(out, packed, weight, 0, len(weight))
+    _multiply_panels(out, packed, weight, 0, len(weight))
 
 
-def _project_bfloat(out, x, weight, scales, bits, block_size):
+def _project_bfloat(out, x, weight, scales, kind):
     words = np.empty(len(x) * _num_pairs(x.shape[1]), np.uint32)
     _round_rows(words, x)
-    _multiply_bfloat(out, words, weight, 0, len(weight))
+    _multiply_panels(out, words, weight, 0, len(weight))
 
 
-def _project_blocks(out, x, weight, scales, bits, block_size):
-    codes = np.empty(x.size // GROUP, np.int32)
-    sums = np.empty(2 * x.size // block_size, np.float32)
-    _quantize_rows(codes, sums, x, block_size)
-    _multiply_blocks(out, codes, sums, weight, scales, bits, block_size, 0, len(weight))
+def _project_blocks(out, x, weight, scales, kind):
+    codes, sums = _quantize_rows(x, kind)
+    _multiply_blocks(out, codes, sums, weight, scales, kind, 0, len(weight))
 
 
 @numba.njit(cache=True, nogil=True)
 def before_attention(
-    heads, hidden, residual, norm, epsilon, qkv, qkv_scales, qkv_bits, qkv_block, num_kv_heads, positions, cos_sin, key_cache,
+    heads, hidden, residual, norm, epsilon, qkv, qkv_scales, qkv_kind, num_kv_heads, positions, cos_sin, key_cache,
     value_cache, slots,
 ):  # fmt: skip
     """Norm, projection to heads [tokens, heads, head_dim], turning, and the new KV in the cache. `residual` grows by `hidden`."""
     normed = np.empty_like(hidden)
     add_normalize(normed, hidden, residual, norm, epsilon)
-    project(heads.reshape(len(heads), -1), normed, qkv, qkv_scales, qkv_bits, qkv_block)
+    project(heads.reshape(len(heads), -1), normed, qkv, qkv_scales, qkv_kind)
     turn_and_write(heads, num_kv_heads, positions, cos_sin, key_cache, value_cache, slots)
 
 
 @numba.njit(cache=True, nogil=True)
 def after_attention(
-    hidden, attended, residual, norm, epsilon, output, output_scales, output_bits, output_block, gate_up, gate_up_scales,
-    gate_up_bits, gate_up_block, intermediate, down, down_scales, down_bits, down_block,
+    hidden, attended, residual, norm, epsilon, output, output_scales, output_kind, gate_up, gate_up_scales, gate_up_kind,
+    intermediate, down, down_scales, down_kind,
 ):  # fmt: skip
     """Output projection, norm and MLP: `hidden` becomes what the next layer adds to `residual`."""
     normed = np.empty_like(hidden)
     gates = np.empty((len(hidden), 2 * intermediate), np.float32)
-    project(hidden, attended.reshape(len(hidden), -1), output, output_scales, output_bits, output_block)
+    project(hidden, attended.reshape(len(hidden), -1), output, output_scales, output_kind)
     add_normalize(normed, hidden, residual, norm, epsilon)
-    project(gates, normed, gate_up, gate_up_scales, gate_up_bits, gate_up_block)
+    project(gates, normed, gate_up, gate_up_scales, gate_up_kind)
     gated = np.empty((len(hidden), intermediate), np.float32)
     gate(gated, gates)
-    project(hidden, gated, down, down_scales, down_bits, down_block)
+    project(hidden, gated, down, down_scales, down_kind)

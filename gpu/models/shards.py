@@ -13,9 +13,7 @@ from gpu.layers import RowParallelLinear, VocabParallelEmbedding, VocabParallelH
 from gpu.linear import Linear, Numerics, open_linear, pack
 from gpu.packed import PackedMatrix, PrivateWeights, SharedWeights
 from gpu.weights import Checkpoint
-from kernels.blocks import Blocks, join_rows
-
-INT8_BLOCK = 32  # columns that share a scale, as kernels.blocks.quantize has them
+from kernels.blocks import INT8_BLOCK, Blocks, join_rows
 
 
 @dataclass(frozen=True)

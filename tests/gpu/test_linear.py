@@ -72,7 +72,7 @@ def test_int8_is_near_and_an_outlier_does_not_spoil_it(shape):
     assert relative_error(make_linear(weight, bias, INT8)(x), expected) < 0.01
     if shape[1] >= 512:
         x[:, 5] *= 30  # a channel such as language models have: it costs its block precision, and no other
-        assert relative_error(make_linear(weight, bias, INT8)(x), x @ weight.T + bias) < 0.015
+        assert relative_error(make_linear(weight, bias, INT8)(x), x @ weight.T + bias) < 0.02
 
 
 def test_int8_rows_of_zeros_nan_and_extremes():

@@ -14,8 +14,8 @@ from kernels.block_matmul import block_matmul, block_rows, pack_blocks
 from kernels.blocks import Blocks, join_rows, quantize
 from kernels.cpu_ir import features
 
-KINDS = [(4, 32), (8, 32), (8, 16)]  # bits, block size
-SHAPES = [(960, 576), (33, 96), (200, 64)]
+KINDS = [(4, 32), (8, 32), (8, 16), (8, 64)]  # bits, block size
+SHAPES = [(960, 576), (33, 192), (200, 64)]
 # what LLVM knows of a processor without AVX-512
 AVX2 = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+64bit,+cx8,+cmov,+mmx,+fxsr"
 
@@ -83,6 +83,14 @@ def test_scales_that_16_bits_do_not_hold_are_kept_whole():
     generator = torch.Generator().manual_seed(4)
     assert pack_blocks(make_blocks(32, 64, 4, 32, generator)).scales.dtype == np.int16
     assert pack_blocks(make_blocks(32, 64, 4, 32, generator, halves=False)).scales.dtype == np.float32
+
+
+def test_blocks_that_no_kernel_has_are_refused():
+    blocks = make_blocks(4, 64, 8, 64, torch.Generator().manual_seed(8))
+    blocks.minima = blocks.minima + 1
+    for each in (blocks, make_blocks(4, 64, 4, 64, torch.Generator().manual_seed(8))):
+        with pytest.raises(ValueError, match="no product with blocks of 64 columns"):
+            pack_blocks(each)
 
 
 def test_joined_rows_keep_their_values():
