@@ -113,7 +113,7 @@ def test_bytes_kept():
     kinds = {"float32": 4, "float16": 2, "bfloat16": 2}
     for name, width in kinds.items():
         assert make_linear(weight, None, Numerics.choose(name, "none", CPU)).num_bytes == width * weight.numel()
-    assert make_linear(weight, None, INT8).num_bytes == weight.numel() * (1 + 4 / 32), "two 16-bit numbers a block of 32"
+    assert make_linear(weight, None, INT8).num_bytes == weight.numel() * (1 + 2 / 64), "a 16-bit number a block of 64"
     assert isinstance(make_linear(weight, None, Numerics.choose("float32", "none", CPU)), PlainLinear)
 
 

@@ -119,7 +119,7 @@ INT8 = Numerics(torch.float16, torch.float32, "int8")
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"head_dim": 32}, "size 2 divides 100 columns of a matrix into parts of 50"),
+        ({"head_dim": 64}, "size 2 divides 100 columns of a matrix into parts of 50"),
         (
             {"intermediate_size": 128},
             "size 2 divides 48 columns of a matrix into parts of 24",
