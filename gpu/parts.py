@@ -25,6 +25,8 @@ T = TypeVar("T")
 # them together, the second out of the cache that cores share: on two cores of an EPYC two parts take 0.52 of the time of one for a
 # prompt of 128 tokens, 0.65 for 16 decodes with bfloat16, and as long as one for 8.
 FEWEST_TOKENS = 8
+# Where other engines compute on the same cores, one that takes them all for a short step meets one that begins its own meanwhile.
+FEWEST_TOKENS_BESIDE_OTHERS = 32
 
 
 @dataclass
@@ -36,9 +38,11 @@ class Part:
     last_tokens: torch.Tensor  # [num_sampled] int64: the tokens, counted from the part's first, whose logits are wanted
 
 
-def most_parts(step: Step, num_threads: int) -> int:
-    """Into how many parts the step may be cut: one for each thread, or one that all threads compute together (`Team`)."""
-    return num_threads if int(step.query_start[-1]) >= num_threads * FEWEST_TOKENS else 1
+def most_parts(step: Step, num_threads: int, num_engines: int) -> int:
+    """Into how many parts the step may be cut, one of `num_engines` on this machine computing it: one for each thread, or one that
+    all threads compute together (`Team`)."""
+    fewest = FEWEST_TOKENS if num_engines == 1 else FEWEST_TOKENS_BESIDE_OTHERS
+    return num_threads if int(step.query_start[-1]) >= num_threads * fewest else 1
 
 
 def split(step: Step, num_parts: int, shares_kv: bool) -> list[Part]:

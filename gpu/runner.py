@@ -111,7 +111,7 @@ class ModelRunner:
         """(hidden states of the tokens, logits of the sampling ones), by parts in the order of tokens."""
         if self.decode is not None and (shape := self.decode.shape_of(step)) is not None:
             return [self.decode(step, shape)]
-        with self.cores.claim(most_parts(step, self.team.size)) as threads:
+        with self.cores.claim(most_parts(step, self.team.size, num_engines(self.config))) as threads:
             return self.team.map(lambda part: self._compute(step, part), split(step, threads, shares_kv))
 
     def _compute(self, step: Step, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,9 +208,14 @@ def _kv_dtype(name: str, numerics: Numerics) -> torch.dtype:
     return numerics.weights  # which are what flows between layers where the CPU does not widen 16 bits
 
 
+def num_engines(config: WorkerConfig) -> int:
+    """Of this machine, as far as the configuration says."""
+    return max(1, config.parallel.data_parallel_size)
+
+
 def num_compute_threads(config: WorkerConfig) -> int:
     """As configured, else by the cores."""
     parallel = config.parallel
     if parallel.num_threads > 0:
         return parallel.num_threads
-    return compute_threads(machine.available_cores(), max(1, parallel.data_parallel_size), parallel.tensor_parallel_size)
+    return compute_threads(machine.available_cores(), num_engines(config), parallel.tensor_parallel_size)

@@ -20,9 +20,12 @@ def small_parts(monkeypatch):
     torch.set_num_threads(1)
 
 
-def test_few_tokens_stay_together(folder, monkeypatch):
-    monkeypatch.setattr("gpu.parts.FEWEST_TOKENS", 8)
-    driver = Driver(make_threaded(folder, 3, dtype="float16"))
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_few_tokens_stay_together(folder, monkeypatch, num_engines):
+    monkeypatch.setattr("gpu.parts.FEWEST_TOKENS" if num_engines == 1 else "gpu.parts.FEWEST_TOKENS_BESIDE_OTHERS", 8)
+    runner = make_threaded(folder, 3, dtype="float16")
+    runner.config.parallel.data_parallel_size = num_engines
+    driver = Driver(runner)
     driver.add(0, [5] * 60)
     sizes = []
     work = driver.runner.team.map
