@@ -21,6 +21,7 @@ from redis.exceptions import (
     AuthorizationError,
     BusyLoadingError,
     ConnectionError,
+    MasterDownError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -50,19 +51,30 @@ PING_INTERVAL = 5.0  # seconds of silence after which a subscription asks whethe
 # Redis is there but cannot serve now. Others (a script's own error, a wrong password) do not get better by waiting.
 _PASSING = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError)
 _LASTING = (AuthenticationError, AuthorizationError)
+# The same, told by the first word of the error: its master or its replicas are missing, disk or memory is full.
+_UNABLE = ("MASTERDOWN ", "MISCONF ", "NOREPLICAS ", "OOM ")
+_ANNOTATION = " caused error: "  # of redis-py, before the error of a command in a pipeline
 
 
 def _options(timeout: float) -> dict[str, Any]:
-    """Keyword arguments of a connection pool. Answers come raw (RESP2) and retrying is the bus's own business."""
-    return {"socket_timeout": timeout, "socket_connect_timeout": timeout, "protocol": 2}
+    """Keyword arguments of a connection pool. Answers come raw (RESP2) and retrying is the bus's own business.
+
+    A connection to what has become a replica is closed: the name that it was opened by may stand for the new master.
+    """
+    return {
+        "socket_timeout": timeout,
+        "socket_connect_timeout": timeout,
+        "protocol": 2,
+        "retry_on_error": [ReadOnlyError],  # not once more, as `retry` says: redis-py closes what it would try again on
+    }
 
 
 def _translate(error: Exception) -> Exception:
     """What an error of redis-py means to the callers of the bus."""
-    message = str(error)
+    message = str(error).rpartition(_ANNOTATION)[2].lstrip("('")
     if isinstance(error, ResponseError) and message.startswith("FENCED"):
         return Fenced(message)
-    if isinstance(error, OutOfMemoryError) or message.startswith(("OOM", "MISCONF", "MASTERDOWN")):
+    if isinstance(error, OutOfMemoryError | MasterDownError) or message.startswith(_UNABLE):
         return BusUnavailable(message)
     return error
 
@@ -265,8 +277,9 @@ class AsyncBus:
         )
         self._client: Any = redis.asyncio.Redis(connection_pool=pool)  # its methods are untyped
         self._client.response_callbacks.clear()
-        self._lines: Any = redis.asyncio.ConnectionPool.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **options)
         self._line: Line | None = None
+        # Makes the connections that become lines, and keeps none of them.
+        self._line_pool: Any = redis.asyncio.ConnectionPool.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **options)
         self._opening = asyncio.Lock()
 
     async def run(self, call: Call[T]) -> T:
@@ -286,6 +299,8 @@ class AsyncBus:
                 async with asyncio.timeout(self.timeout + call.block):
                     return await self._send(call)
             except _PASSING as error:
+                if isinstance(error, ReadOnlyError) and self._line is not None:
+                    self._line.close()  # as redis-py does with one of its pool
                 await asyncio.sleep(patience.pause(error))
             except RedisError as error:
                 raise _translate(error) from error
@@ -302,7 +317,7 @@ class AsyncBus:
     async def _reopened_line(self) -> Line:
         async with asyncio.timeout(self.timeout), self._opening:  # one opens it for all
             if self._line is None or self._line.closed:
-                self._line = await open_line(self._lines, self.timeout)
+                self._line = await open_line(self._line_pool, self.timeout)
             return self._line
 
     async def _send(self, call: Call[Any]) -> Any:

@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 
 class LossyProxy:
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._target = (parts.hostname, parts.port)
+        self.lead_to(url)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
         self.losses = 0  # answers to lose from now on
@@ -21,6 +20,11 @@ class LossyProxy:
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._spawn(self._accept)
+
+    def lead_to(self, url: str) -> None:
+        """The server of connections that come from now on."""
+        parts = urlsplit(url)
+        self._target = (parts.hostname, parts.port)
 
     def __enter__(self) -> LossyProxy:
         return self

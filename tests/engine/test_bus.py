@@ -16,6 +16,7 @@ from engine.bus import AsyncBus, Bus, BusUnavailable
 from engine.protocol import Abort, TokenizerBundle
 from engine.scripts import Call, script
 from tests.engine.ledger_world import MODEL, World
+from tests.engine.lossy_proxy import LossyProxy
 from tests.redis_server import RedisServer
 
 
@@ -129,6 +130,47 @@ def test_out_of_memory_and_read_only_are_away(own_server: RedisServer) -> None:
             bus.run(put("h"))
         raw.replicaof("NO", "ONE")
         bus.run(put("h"))
+
+
+async def expect_away(bus: Bus, abus: AsyncBus, match: str) -> None:
+    """Whatever is called: a script, a plain command, a transaction."""
+    for call in (calls.finish(MODEL, "nobody", Abort("nobody")), put("h"), calls.release_api("nobody")):
+        with pytest.raises(BusUnavailable, match=match):
+            bus.run(call)
+        with pytest.raises(BusUnavailable, match=match):
+            await abus.run(call)
+
+
+async def test_a_redis_that_may_not_or_cannot_serve_now_is_away(own_server: RedisServer) -> None:
+    with redis.Redis.from_url(own_server.url) as raw, Bus(own_server.url, patience=0.1) as bus:
+        async with AsyncBus(own_server.url, patience=0.1) as abus:
+            raw.config_set("min-replicas-to-write", 1)
+            await expect_away(bus, abus, "replicas")
+            raw.config_set("min-replicas-to-write", 0)
+            raw.config_set("replica-serve-stale-data", "no")
+            raw.replicaof("127.0.0.1", "1")
+            with pytest.raises(BusUnavailable, match="MASTER"):
+                bus.run(get("h"))
+            with pytest.raises(BusUnavailable, match="MASTER"):
+                await abus.run(get("h"))
+            raw.replicaof("NO", "ONE")
+            bus.run(put("h"))
+            assert await abus.run(get("h")) == BUNDLE
+
+
+async def test_a_master_that_became_a_replica_is_left_for_the_new_one(own_server: RedisServer, redis_url: str) -> None:
+    """Its name, or a proxy, leads to another server; the connections stay as they are."""
+    finish, beat = calls.finish(MODEL, "nobody", Abort("nobody")), calls.release_api("nobody")
+    with LossyProxy(own_server.url) as proxy, redis.Redis.from_url(own_server.url) as old, Bus(proxy.url) as bus:
+        async with AsyncBus(proxy.url) as abus:
+            for call in (finish, put("h"), beat):
+                bus.run(call)
+                await abus.run(call)
+            old.replicaof("127.0.0.1", "1")
+            proxy.lead_to(redis_url)
+            for call in (finish, put("h"), beat):
+                bus.run(call)
+                await abus.run(call)
 
 
 def test_a_fault_of_the_program_is_no_outage(redis_url: str) -> None:
