@@ -18,9 +18,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import ApiError, as_api_error, error_response
+from api.headers import JSON_TYPE, header, media_type
 from engine.bus import BusUnavailable
-
-JSON_TYPE = b"application/json"
 
 
 class DirectRoutes:
@@ -47,19 +46,15 @@ class DirectRoutes:
             response = await direct.endpoint(body, Request(scope, receive, send))
         except (ApiError, BusUnavailable) as error:
             response = error_response(as_api_error(error))
+        except Exception as error:
+            await error_response(as_api_error(error))(scope, receive, send)
+            raise
         await response(scope, receive, send)
 
     def _is_ordinary(self, scope: Scope) -> bool:
         """JSON that says so, and is short enough."""
-        is_json = is_short = False
-        for name, value in scope["headers"]:
-            if name == b"content-type":
-                is_json = value == JSON_TYPE or value.partition(b";")[0].strip().lower() == JSON_TYPE
-                if not is_json:
-                    return False
-            elif name == b"content-length":
-                is_short = value.isdigit() and int(value) <= self._max_bytes
-        return is_json and is_short
+        length = header(scope, b"content-length") or ""
+        return media_type(scope) == JSON_TYPE and length.isdecimal() and int(length) <= self._max_bytes
 
 
 class _Direct:

@@ -36,17 +36,19 @@ def test_what_is_told_of_an_exception() -> None:
 @pytest.mark.parametrize("content", [b'{"prompt": "x"}', b'{"prompt": "x", "n": "one"}'])
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_what_nothing_else_catches(monkeypatch: pytest.MonkeyPatch, caplog: Any, content: bytes, chunked: bool) -> None:
-    """On the direct way, and on FastAPI's: one 500 without details, one log line with them. A bad body comes first."""
+    """On the direct way, and on FastAPI's: one 500 without details, which pages of an allowed origin may read, and one log line
+    with them. A bad body comes first."""
 
     def fail(service: object) -> None:
         raise RuntimeError("secret")
 
     monkeypatch.setattr("api.completions.admit", fail)
-    transport = httpx.ASGITransport(create_app(ApiConfig(), RedisConfig()))
+    transport = httpx.ASGITransport(create_app(ApiConfig(allowed_origins=["http://page"]), RedisConfig()))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        headers = {"Content-Type": "application/json", "X-Request-Id": "told"}
+        headers = {"Content-Type": "application/json", "X-Request-Id": "told", "Origin": "http://page"}
         answer = await client.post("/v1/completions", content=_pieces(content) if chunked else content, headers=headers)
     assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["access-control-allow-origin"] == "http://page"
     error = answer.json()["error"]
     if b"one" in content:
         assert (answer.status_code, error["param"]) == (400, "body.n")
