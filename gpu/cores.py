@@ -40,11 +40,16 @@ class Cores:
         self._file = -1
         try:
             self._file = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-            fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, self._locks[0][0])  # raises where there are no such locks
+            self._try_locks()
         except OSError as error:  # then every step takes what it wants
             logger.warning("engines cannot tell each other which cores are busy: %s", error)
             self._locks = []
         self.close = weakref.finalize(self, _close, self._file)
+
+    def _try_locks(self) -> None:
+        """Raises OSError where there are no such locks, or they are forbidden. On a byte that is no core's: nobody misses one."""
+        if self._is_free(_request(fcntl.F_WRLCK, -1)):
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, -1))
 
     @contextmanager
     def claim(self, most: int) -> Iterator[int]:
@@ -55,15 +60,15 @@ class Cores:
         held: list[bytes] = []
         try:
             for lock, unlock in self._locks:
-                if len(held) < most and self._is_free(lock):
+                if len(held) < most and self._take(lock):
                     held.append(unlock)
             yield max(1, len(held))
         finally:
             for unlock in held:
                 fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, unlock)
 
-    def _is_free(self, lock: bytes) -> bool:
-        """Whether nobody held it, who did not; we do now."""
+    def _take(self, lock: bytes) -> bool:
+        """Locks a core unless somebody has; whether it did."""
         try:
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, lock)
         except BlockingIOError:

@@ -1,5 +1,7 @@
 """Cores lent between engines: who is alone has all, who is not has one, and the dead hold none."""
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -96,6 +98,21 @@ def test_a_file_that_the_process_opens_and_closes_takes_no_claim_with_it(make_co
             pass
         with theirs.claim(2) as threads:
             assert threads == 1
+
+
+def test_where_locks_are_forbidden_every_step_has_what_it_wants(make_cores, monkeypatch, caplog):
+    """As a security module may forbid them, which lets everybody ask who holds one."""
+    fcntl_as_it_is = fcntl.fcntl
+
+    def forbid(file, command, argument):
+        if command == fcntl.F_OFD_SETLK:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return fcntl_as_it_is(file, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", forbid)
+    with make_cores().claim(2) as threads:
+        assert threads == 2
+    assert "busy" in caplog.text
 
 
 def test_without_the_file_every_step_has_what_it_wants(tmp_path, make_cores, caplog):
