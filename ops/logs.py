@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import logging.config
 import sys
 import threading
 import traceback
@@ -93,7 +92,10 @@ class _JsonFormatter(logging.Formatter):
             fields["exc_info"] = self.formatException(record.exc_info)
         if record.stack_info:
             fields["stack_info"] = self.formatStack(record.stack_info)
-        line = _encode(fields).decode()
+        try:
+            line = _encode(fields).decode()
+        except (ValueError, OverflowError, TypeError):  # half a character in a path, integers of hundreds of bits
+            return json.dumps(fields, default=str, skipkeys=True)
         return line if line.isascii() else json.dumps(json.loads(line))
 
 

@@ -65,6 +65,17 @@ def test_json_of_anything_is_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "test_json_of_anything" in record["stack_info"]
 
 
+@pytest.mark.parametrize("what", ["\udcff", 2**70, {"a": {2**70: "\ud800"}}])
+def test_json_of_what_is_no_text(monkeypatch: pytest.MonkeyPatch, what: object) -> None:
+    """A file's name that is not UTF-8, for one: the line is not lost."""
+    configure_logging(LogConfig(log_format="json"), "api")
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    logging.getLogger("test").warning("read %s", what, extra={"what": what})
+    (line,) = stream.getvalue().splitlines()
+    assert line.isascii() and json.loads(line)["message"] == f"read {what}"
+
+
 def test_text(monkeypatch: pytest.MonkeyPatch) -> None:
     first, *trace = log_one(monkeypatch, LogConfig(log_format="text")).splitlines()
     assert first.split(" ", 1)[1] == "api     error   took 5 ms  request_id=r-1"
