@@ -10,21 +10,16 @@ from numba import types
 from numba.core import cgutils
 
 
-class BFloatType(ir.types._BaseFloatType):  # which llvmlite has no name for
-    """LLVM's bfloat16."""
+class _BFloat(ir.Type):
+    """LLVM's bfloat16, which llvmlite has no name for."""
 
-    null = "0.0"
-    intrinsic_name = "bf16"
-
-    def __str__(self) -> str:
+    def _to_string(self) -> str:
         return "bfloat"
 
 
-BFloatType._create_instance()
-
 FLOAT = ir.FloatType()
 HALF = ir.HalfType()
-BFLOAT = BFloatType()
+BFLOAT = _BFloat()
 INT8, INT16, INT32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 LINE = 64  # bytes of the processor's cache
 LANES = 16  # of a vector of 32-bit numbers: one register of AVX-512, two of AVX2
@@ -89,8 +84,8 @@ def prefetch(builder, pointer):
     """Asks for the cache line at `pointer`, which is read soon."""
     data = builder.bitcast(pointer, INT8.as_pointer())
     kind = ir.FunctionType(ir.VoidType(), [data.type, INT32, INT32, INT32])
-    ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(ask, [data, *(ir.Constant(INT32, value) for value in (0, 2, 1))])  # to read, second-level cache, data
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [data, *(ir.Constant(INT32, value) for value in (0, 2, 1))])  # to read, second-level cache, data
 
 
 def take(builder, vector, lanes):
@@ -115,8 +110,9 @@ def switch(builder, value, cases, emit):
     end = builder.append_basic_block("end")
     choice = builder.switch(value, end)
     for case in cases:
-        choice.add_case(ir.Constant(value.type, case), builder.append_basic_block("case"))
-        builder.position_at_end(choice.cases[-1][1])
+        block = builder.append_basic_block("case")
+        choice.add_case(ir.Constant(value.type, case), block)
+        builder.position_at_end(block)
         emit(case)
         builder.branch(end)
     builder.position_at_end(end)
