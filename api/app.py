@@ -19,6 +19,7 @@ from api import chat, completions, health, models, requests, tokenize
 from api.auth import Authentication, check_exposure
 from api.direct import DirectRoutes
 from api.errors import install_error_handlers
+from api.headers import JSON_TYPE, media_type
 from api.middleware import BodyLimit, RequestContext
 from api.schemas import ErrorAnswer
 from api.service import Service, service_of
@@ -26,7 +27,6 @@ from api.version import VERSION
 from engine.config import ApiConfig, RedisConfig
 
 DESCRIPTION = "OpenAI-compatible inference on Redis streams."
-JSON_TYPE = "application/json"
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorAnswer, "description": "Nothing was done, for a reason of the request's"},
     "5XX": {"model": ErrorAnswer, "description": "Nothing is wrong with the request; 503 says when to ask again"},
@@ -98,10 +98,10 @@ async def demand_json(request: Request) -> None:
     """Bodies are JSON and say so; anything else is a 400, as with vLLM."""
     if request.method != "POST" or request.url.path.endswith("/cancel"):
         return
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != JSON_TYPE:
+    found = media_type(request.scope)
+    if found != JSON_TYPE:
         message = "Unsupported Media Type: Only 'application/json' is allowed"
-        fault = {"type": "media_type", "loc": ("header", "content-type"), "msg": message, "input": media_type}
+        fault = {"type": "media_type", "loc": ("header", "content-type"), "msg": message, "input": found}
         raise RequestValidationError([fault])
     _demand_unicode(await request.body())
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from starlette.types import Scope
 
+JSON_TYPE = "application/json"
+
 
 def header(scope: Scope, name: bytes) -> str | None:
     """The first header called `name`, in lower case."""
@@ -11,3 +13,8 @@ def header(scope: Scope, name: bytes) -> str | None:
         if key == name:
             return str(value, "latin-1")
     return None
+
+
+def media_type(scope: Scope) -> str:
+    """Of the body, in lower case, without parameters; "" where the request does not say."""
+    return (header(scope, b"content-type") or "").partition(";")[0].strip().lower()

@@ -7,7 +7,6 @@ Requests are measured here, where they begin and end for the client; engines' ow
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -15,6 +14,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from api.engine_metrics import EngineCollector
+from api.tally import Counted, Tallied
 from engine.protocol import EngineInfo, FinishReason, RequestTimes
 
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -32,67 +32,6 @@ _LABELS = ("model_name", "engine")
 def shared() -> bool:
     """Any of several processes may be asked for the numbers of all."""
     return bool(os.environ.get("PROMETHEUS_MULTIPROC_DIR"))
-
-
-class Tally:
-    """Observations for a histogram, counted here and told it together: each by itself would be two locks and a walk along the
-    buckets, as much as the event of a token costs. Belongs to one thread."""
-
-    def __init__(self, histogram: Histogram, bounds: tuple[float, ...]) -> None:
-        self._histogram = histogram
-        self._bounds = bounds
-        self._forget()
-
-    def _forget(self) -> None:
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def tell(self) -> None:
-        """What was observed since the last time becomes the histogram's."""
-        if not any(self._counts):
-            return
-        for bucket, count in zip(self._histogram._buckets, self._counts, strict=True):
-            if count:
-                bucket.inc(count)
-        self._histogram._sum.inc(self._sum)
-        self._forget()
-
-
-class Tallied:
-    """A histogram with a tally for each set of labels."""
-
-    def __init__(self, histogram: Histogram, bounds: tuple[float, ...]) -> None:
-        self._histogram = histogram
-        self._bounds = bounds
-        self._tallies: dict[tuple[str, ...], Tally] = {}
-
-    def labels(self, *labels: str) -> Tally:
-        tally = self._tallies.get(labels)
-        if tally is None:
-            tally = self._tallies[labels] = Tally(self._histogram.labels(*labels), self._bounds)
-        return tally
-
-    def tell(self) -> None:
-        for tally in self._tallies.values():
-            tally.tell()
-
-
-class Counted:
-    """A counter with its children at hand: to find one, prometheus_client makes a string of each label and takes a lock."""
-
-    def __init__(self, counter: Counter) -> None:
-        self._counter = counter
-        self._children: dict[tuple[str, ...], Counter] = {}
-
-    def labels(self, *labels: str) -> Counter:
-        child = self._children.get(labels)
-        if child is None:
-            child = self._children[labels] = self._counter.labels(*labels)
-        return child
 
 
 class Metrics:
@@ -166,12 +105,6 @@ class Metrics:
     def choice_ended(self, model: str, engine: str, reason: FinishReason) -> None:
         self.success.labels(model, engine, str(reason)).inc()
 
-    def settle(self) -> None:
-        """What was counted aside is told: on the event loop, before `render`, and from time to time where other processes are asked
-        for this one's numbers."""
-        for tallied in self._tallied:
-            tallied.tell()
-
     def prompt_ended(
         self, labels: tuple[str, str], times: RequestTimes, prompt_len: int, num_cached: int, output_lens: list[int]
     ) -> None:
@@ -188,6 +121,12 @@ class Metrics:
             self.inference.labels(*labels).observe(max(times.last_token - times.scheduled, 0.0))
             if (longest := max(output_lens, default=0)) > 1:
                 self.tpot.labels(*labels).observe(decode / (longest - 1))
+
+    def settle(self) -> None:
+        """What was counted aside is told: on the event loop, before `render`, and from time to time where other processes are asked
+        for this one's numbers."""
+        for tallied in self._tallied:
+            tallied.tell()
 
     def render(self) -> bytes:
         """Everything, in Prometheus' text format 0.0.4."""

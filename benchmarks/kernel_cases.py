@@ -449,8 +449,8 @@ def checks(sizes: Sizes, dtype: torch.dtype, float8: bool) -> Iterator[Case]:
 
 def cpu_products(sizes: Sizes, batches: list[int]) -> Iterator[Case]:
     """By the CPU's own kernels for 16-bit weights and for blocks of 8 bits."""
-    for quantization in ("none", "int8"):
-        numerics = Numerics(torch.float16, torch.float32, quantization)
+    for dtype, quantization in (("float16", "none"), ("bfloat16", "none"), ("float16", "int8")):
+        numerics = Numerics.choose(dtype, quantization, torch.device("cpu"))
         for rows in batches:
             make = lambda device, numerics=numerics, rows=rows: _linear(device, sizes, numerics, rows)  # noqa: E731
             yield Case("linear", f"{rows} rows, {numerics}", torch.float32, make)

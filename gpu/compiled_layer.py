@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gpu.attention import AttentionMetadata
-from gpu.linear import BfloatLinear, BlockLinear, HalfLinear, Linear
+from gpu.linear import Linear, PackedLinear
 from kernels import cpu_threads
 from kernels.attention import attend_arrays, elements
 from kernels.cpu_layer import after_attention, before_attention
@@ -36,7 +36,7 @@ class CompiledLayer:
         """Whether the layer is made of nothing else than what is compiled here."""
         attention, mlp = layer.attention, layer.mlp
         linears = (attention.qkv, attention.output.linear, mlp.gate_up, mlp.down.linear)
-        plain = all(isinstance(linear, HalfLinear | BfloatLinear | BlockLinear) and linear.is_compilable for linear in linears)
+        plain = all(isinstance(linear, PackedLinear) and linear.is_compilable for linear in linears)
         return plain and attention.output.group.size == 1 and attention.query_norm is None
 
     def __call__(
@@ -66,5 +66,5 @@ class CompiledLayer:
 
 def _operands(linear: Linear) -> tuple[np.ndarray, np.ndarray, int]:
     """What `kernels.cpu_layer.project` takes."""
-    assert isinstance(linear, HalfLinear | BfloatLinear | BlockLinear)
+    assert isinstance(linear, PackedLinear)
     return linear.operands

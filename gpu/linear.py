@@ -7,7 +7,7 @@ A class fixes values; which kernel computes them is free as long as only the ord
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -82,11 +82,9 @@ def open_linear(packed: PackedMatrix, bias: torch.Tensor | None, numerics: Numer
     """The product with a packed matrix, plus bias [out_features]."""
     if packed.kind == "plain":
         return PlainLinear(packed.tensor().to(device), bias, numerics.activations)
-    if packed.kind == "half":
-        return HalfLinear(packed, bias)
-    if packed.kind == "bfloat":
-        return BfloatLinear(packed, bias)
-    return BlockLinear(packed, bias)
+    if packed.kind == "blocks":
+        return BlockLinear(packed, bias)
+    return PanelLinear(packed, bias)
 
 
 class PlainLinear:
@@ -105,38 +103,28 @@ class PlainLinear:
         return F.embedding(indices, self.weight).to(self.activations)
 
 
-class HalfLinear:
-    """float16 weights, float32 activations and sums: half the bytes of float32, faster than it at every batch size."""
+class PanelLinear:
+    """16-bit weights, float32 in, out and between: half the bytes of float32, faster than it at every batch size.
+
+    With bfloat16 the product rounds its rows too, and takes half the time of float16 where processors multiply it.
+    """
+
+    _KERNELS: ClassVar = {"half": (half_matmul, half_rows), "bfloat": (bfloat_matmul, bfloat_rows)}  # by the packed matrix's kind
 
     def __init__(self, packed: PackedMatrix, bias: torch.Tensor | None) -> None:
-        self._panels, self._out_features = packed.arrays["panels"], packed.out_features
+        self._multiply, self._take_rows = self._KERNELS[packed.kind]
+        self._panels = packed.arrays["panels"]
+        self._in_features, self._out_features = packed.in_features, packed.out_features
         self._bias = bias
         self.is_compilable = bias is None
-        self.operands = (self._panels, self._panels, 0)  # as kernels.cpu_layer.project takes them
+        self.operands = (self._panels, self._panels, 0)
         self.num_bytes = packed.num_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _add(half_matmul(x, self._panels, self._out_features), self._bias)
+        return _add(self._multiply(x, self._panels, self._out_features), self._bias)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        return half_rows(self._panels, indices)
-
-
-class BfloatLinear:
-    """bfloat16 weights, activations rounded to it for the product alone, float32 sums: twice the speed where processors have it."""
-
-    def __init__(self, packed: PackedMatrix, bias: torch.Tensor | None) -> None:
-        self._panels, self._out_features, self._in_features = packed.arrays["panels"], packed.out_features, packed.in_features
-        self._bias = bias
-        self.is_compilable = bias is None
-        self.operands = (self._panels, self._panels, 0)  # as kernels.cpu_layer.project takes them
-        self.num_bytes = packed.num_bytes
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _add(bfloat_matmul(x, self._panels, self._out_features), self._bias)
-
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        return bfloat_rows(self._panels, indices)[:, : self._in_features].contiguous()
+        return self._take_rows(self._panels, indices)[:, : self._in_features].contiguous()
 
 
 class BlockLinear:
@@ -147,7 +135,7 @@ class BlockLinear:
         self._in_features, self._out_features = packed.in_features, packed.out_features
         self._bias = bias
         self.is_compilable = bias is None and self._in_features == self._blocks.in_features
-        self.operands = (self._blocks.codes, self._blocks.scales, self._blocks.kind)  # as kernels.cpu_layer.project takes them
+        self.operands = (self._blocks.codes, self._blocks.scales, self._blocks.kind)
         self.num_bytes = packed.num_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -155,6 +143,10 @@ class BlockLinear:
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         return block_rows(self._blocks, indices)[:, : self._in_features].contiguous()
+
+
+# `operands`: as kernels.cpu_layer.project takes them, where the layer `is_compilable`.
+PackedLinear = PanelLinear | BlockLinear
 
 
 def _add(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -52,7 +52,7 @@ class ModelRunner:
         num_threads = num_compute_threads(self.config)
         in_parts = self.device.type == "cpu" and self.group.size == 1  # ranks exchange sums, which must keep one order
         self.team = Team(num_threads if in_parts else 1)
-        self.cores = Cores(max(num_threads, machine.available_cores()))
+        self.cores = Cores(num_threads)
         torch.set_num_threads(1 if in_parts else num_threads)
         cpu_threads.set_num_threads(1 if in_parts else num_threads)
         self.fingerprint = self._fingerprint()

@@ -1,8 +1,8 @@
-"""Product of float32 rows with quantized weights as they are, on the CPU: codes of 4 or 8 bits in blocks of a scale and a minimum.
+"""Product of float32 rows with quantized weights as they are, on the CPU: codes of 4 or 8 bits in blocks that share a scale.
 
-A row's activations are rounded to 8 bits in the same blocks, each with a scale of its own, so that an outlier costs its block alone
-its precision. Products of a block are summed in integers, exactly, blocks in float32 in a fixed order: the same bits on every
-processor, whatever instruction multiplies bytes.
+Blocks have a minimum each, too, unless their codes stand for numbers around zero. A row's activations are rounded to 8 bits in the
+same blocks, each with a scale of its own, so that an outlier costs its block alone its precision. Products of a block are summed in
+integers, exactly, blocks in float32 in a fixed order: the same bits on every processor, whatever instruction multiplies bytes.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ class Kind:
     is_symmetric: bool = False  # around the middle of the codes' range: no minima are kept, sums begin at what the middle adds
 
     @property
+    def middle(self) -> int:
+        """The code that stands for zero where no minima are kept."""
+        return 1 << (self.bits - 1) if self.is_symmetric else 0
+
+    @property
     def groups(self) -> int:
         return self.block_size // GROUP
 
@@ -90,7 +95,7 @@ class Kind:
 
 KINDS = (Kind(4, 32), Kind(8, 32), Kind(8, 16), Kind(8, INT8_BLOCK, is_symmetric=True))
 _BITS, _BLOCK_SIZES = tuple(kind.bits for kind in KINDS), tuple(kind.block_size for kind in KINDS)
-_MIDDLES = tuple(1 << (kind.bits - 1) if kind.is_symmetric else 0 for kind in KINDS)
+_MIDDLES = tuple(kind.middle for kind in KINDS)
 
 
 @dataclass
@@ -98,9 +103,7 @@ class PackedBlocks:
     """`Blocks` as the product reads them. Codes of 4 bits lie two in a byte: the block's first half low, its second high."""
 
     codes: NDArray[np.uint8]  # [panels, blocks, bytes of a panel's block]
-    scales: NDArray[
-        Any
-    ]  # [panels, blocks, parts, PANEL]: scales, minima; float32, or int16, the bits of float16 where that is exact
+    scales: NDArray[Any]  # [panels, blocks, parts, PANEL] float32, or the bits of float16 as int16 where they are exact
     kind: int  # index in KINDS
 
     @property
@@ -132,7 +135,7 @@ def pack_blocks(blocks: Blocks) -> PackedBlocks:
 
 def _find_kind(blocks: Blocks) -> int:
     for number, kind in enumerate(KINDS):
-        fits = not kind.is_symmetric or np.array_equal(blocks.minima, -_MIDDLES[number] * blocks.scales)
+        fits = not kind.is_symmetric or np.array_equal(blocks.minima, -kind.middle * blocks.scales)
         if (kind.bits, kind.block_size) == (blocks.bits, blocks.block_size) and fits:
             return number
     raise ValueError(f"there is no product with blocks of {blocks.block_size} columns, {blocks.bits} bits and such minima")

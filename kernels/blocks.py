@@ -49,13 +49,13 @@ def join_rows(parts: Sequence[Blocks]) -> Blocks:
     )
 
 
-def quantize(weight: NDArray[np.float32], block_size: int = INT8_BLOCK) -> Blocks:
-    """weight [rows, columns] in 8 bits: nearest, symmetrical around 0, scales of 16 bits, as GGUF's Q8_0 has them for 32 columns.
+def quantize(weight: NDArray[np.float32]) -> Blocks:
+    """weight [rows, columns] in blocks of INT8_BLOCK: nearest, symmetrical around 0, scales of 16 bits, as in GGUF's Q8_0.
 
     The last block of a row is filled up with zeros.
     """
     rows, columns = weight.shape
-    padded = np.zeros((rows, -(-columns // block_size), block_size), np.float32)
+    padded = np.zeros((rows, -(-columns // INT8_BLOCK), INT8_BLOCK), np.float32)
     padded.reshape(rows, -1)[:, :columns] = weight
     scales = (np.abs(padded).max(axis=2) / 127).astype(np.float16).astype(np.float32)
     inverse = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales > 0)

@@ -18,8 +18,8 @@ from kernels.cpu_vectors import (
     add_weighted4,
     add_weighted5,
     add_weighted6,
-    ask,
     largest,
+    prefetch_block,
     scores1,
     scores2,
     scores3,
@@ -149,10 +149,9 @@ def can_pair(head_dim: int, block_size: int) -> bool:
 
 @functools.cache
 def make_attend(head_dim: int, block_size: int, paired: bool) -> Callable[..., None]:
-    """paired: the cache is bfloat16 and `can_pair` holds.
-
-    attend(out, query, key_cache, value_cache, block_tables, rows, query_start, context_lens, tiles, tile_tokens, scale,
-    soft_cap, window, begin, end): tiles begin..end-1. Caches as `cpu_math.widen` knows them."""
+    """attend(out, query, key_cache, value_cache, block_tables, rows, query_start, context_lens, tiles, tile_tokens, scale,
+    soft_cap, window, begin, end): tiles begin..end-1 of `attention.make_tiles`. Caches as `cpu_math.widen` knows them; `paired`:
+    they are bfloat16, and `can_pair` holds."""
     blocks = max(1, SPAN_TOKENS // block_size)
     width = blocks * block_size
     put_query, put_weights = (_put_query_pairs, _put_weight_pairs) if paired else (_put_query, _put_weights)
@@ -211,7 +210,7 @@ def make_attend(head_dim: int, block_size: int, paired: bool) -> Callable[..., N
                                     place, keys = row * width + index * block_size, keys_of_heads[first_head + head]
                                     _scores(count, all_scores, place, width, queries, row, keys, head_dim, block_size)
                                 row += count
-                            ask(value_cache, block_table[span * blocks + index], first_head + head, head_dim, block_size)
+                            prefetch_block(value_cache, block_table[span * blocks + index], first_head + head, head_dim, block_size)
                     for head in range(heads_at_once):
                         row, end_row = head * num_rows + unseeing, (head + 1) * num_rows
                         for r in range(row, end_row):
@@ -240,9 +239,9 @@ def make_attend(head_dim: int, block_size: int, paired: bool) -> Callable[..., N
                                 row += count
                             place = (span + 1) * blocks + index
                             if place <= last_block:
-                                ask(key_cache, block_table[place], first_head + head, head_dim, block_size)
+                                prefetch_block(key_cache, block_table[place], first_head + head, head_dim, block_size)
                             elif heads_at_once > 1:
-                                ask(key_cache, next_table[index], first_head + head, head_dim, block_size)
+                                prefetch_block(key_cache, next_table[index], first_head + head, head_dim, block_size)
                 for row in range(heads_at_once * num_rows):
                     token, head = first + row % num_rows // group, (first_head + row // num_rows) * group + row % group
                     for d in range(head_dim):

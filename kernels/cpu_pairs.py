@@ -1,7 +1,7 @@
 """Sums of products of two bfloat16 each, sixteen at a time: a word of 32 bits holds a pair, the first in its lower half.
 
-The sum is the same whatever the processor has: the pair's second product is added first, each in one rounding. Only products and
-sums smaller than the least normal float32 are zero where there is an instruction for it (AVX512_BF16).
+The sum is the same whatever the processor has: the pair's second product is added first, each in one rounding. Only what is smaller
+than the least normal float32 differs: the instruction for it (AVX512_BF16) takes it for zero.
 """
 
 from __future__ import annotations

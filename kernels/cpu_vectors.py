@@ -68,10 +68,10 @@ def _make_add_weighted(num_rows: int) -> Callable[..., Any]:
     def add_weighted(typing_context, out, row, weights, place, stride, values, low, high, head_dim):
         def generate(context, builder, signature, arguments):
             out_data, weight_data, value_data = pointers(context, builder, signature, arguments, (0, 2, 5))
-            first, source, step, begin, end = integers(context, builder, signature, arguments, (1, 3, 4, 6, 7))
+            first, source, step, first_token, end_token = integers(context, builder, signature, arguments, (1, 3, 4, 6, 7))
             paired = signature.args[2].dtype == types.uint32
             one, two = int64(1), int64(PAIR)
-            low, high = begin, end
+            begin, end = first_token, end_token  # of the loop over tokens, or over pairs of them
             if paired:
                 source, step, begin, end = (builder.sdiv(each, two) for each in (source, step, begin, builder.add(end, one)))
             width = head_dim.literal_value
@@ -91,7 +91,8 @@ def _make_add_weighted(num_rows: int) -> Callable[..., Any]:
                     line = builder.mul(loop.index, int64(PAIR * width if paired else width))
                     line_places = {offset: builder.add(line, int64(offset)) for offset in offsets}
                     if paired:
-                        seen = _seen_of_pair(builder, builder.mul(loop.index, two), low, high, ir.VectorType(INT32, lanes))
+                        words = ir.VectorType(INT32, lanes)
+                        seen = _seen_of_pair(builder, builder.mul(loop.index, two), first_token, end_token, words)
                         loaded = {
                             offset: builder.and_(
                                 load_pairs(builder, value_data, at_line, builder.add(at_line, int64(width)), lanes), seen
@@ -124,7 +125,8 @@ def _make_reduction(combine: Callable[..., Any]) -> Callable[..., Any]:
     @intrinsic(prefer_literal=True)
     def reduce(typing_context, x, row, length):
         def generate(context, builder, signature, arguments):
-            data, first = _places(context, builder, signature, arguments, (0,), 1)
+            (data,) = pointers(context, builder, signature, arguments, (0,))
+            (first,) = integers(context, builder, signature, arguments, (1,))
             count = length.literal_value
             lanes = math.gcd(count, LANES)
             start = builder.mul(first, int64(count))
@@ -142,7 +144,7 @@ def _make_reduction(combine: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @intrinsic(prefer_literal=True)
-def ask(typing_context, cache, block, head, head_dim, block_size):
+def prefetch_block(typing_context, cache, block, head, head_dim, block_size):
     """Asks for what a block of the cache has of a head, which is read soon."""
 
     def generate(context, builder, signature, arguments):
@@ -169,11 +171,6 @@ add_weighted1, add_weighted2, add_weighted3, add_weighted4, add_weighted5, add_w
 # largest(x, row, length) and total(x, row, length) of x[row], x [rows, length]; `largest` may overlook a NaN
 largest = _make_reduction(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 total = _make_reduction(lambda builder, a, b: builder.fadd(a, b))
-
-
-def _places(context, builder, signature, arguments, arrays, row):
-    """Data pointers of contiguous array arguments, and the row as an int64."""
-    return *pointers(context, builder, signature, arguments, arrays), *integers(context, builder, signature, arguments, (row,))
 
 
 def _add_product(builder, total, x, y):

@@ -120,10 +120,7 @@ INT8 = Numerics(torch.float16, torch.float32, "int8")
     ("sizes", "message"),
     [
         ({"head_dim": 64}, "size 2 divides 100 columns of a matrix into parts of 50"),
-        (
-            {"intermediate_size": 128},
-            "size 2 divides 48 columns of a matrix into parts of 24",
-        ),
+        ({"intermediate_size": 128}, "size 2 divides 48 columns of a matrix into parts of 24"),
     ],
 )
 def test_ranks_that_would_cut_int8_blocks_are_refused_before_anything_is_read(tmp_path, monkeypatch, sizes, message):
