@@ -48,7 +48,7 @@ class Cores:
 
     def _try_locks(self) -> None:
         """Raises OSError where there are no such locks, or they are forbidden. On a byte that is no core's: nobody misses one."""
-        if self._is_free(_request(fcntl.F_WRLCK, -1)):
+        if self._take(_request(fcntl.F_WRLCK, -1)):
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, -1))
 
     @contextmanager
