@@ -30,7 +30,7 @@ from kernels import cpu_threads
 
 # Changes whenever kernels or layers change what they compute beyond the last bits of float32: engines of different numerics must
 # not take over each other's requests.
-NUMERICS_VERSION = 3
+NUMERICS_VERSION = 4
 PROMPT_LOGPROB_ROWS = 64  # positions whose logits stand in memory at once: 12 MB at a vocabulary of 49152
 
 
