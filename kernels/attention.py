@@ -68,6 +68,9 @@ def attend_arrays(
     num_kv_heads = key_cache.shape[1]
     out = np.empty((num_tokens, num_heads, head_dim), np.float32)
     block_size = key_cache.shape[3]
+    query = np.ascontiguousarray(
+        query
+    )  # one token's is by itself, several tokens' among keys and values are not: one code for both
     attend = make_attend(head_dim, block_size, key_cache.dtype == np.uint16 and can_pair(head_dim, block_size))
     tile_tokens = max(1, TILE_FLOATS // (num_heads // num_kv_heads * head_dim))
     tiles = make_tiles(tables[2], tile_tokens)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import numba
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from kernels.cpu_math import exp_float32
 from kernels.cpu_pairs import PAIR, pair
@@ -119,24 +121,36 @@ def _add_weighted(count, out, row, weights, place, stride, values, low, high, he
         add_weighted1(out, row, weights, place, stride, values, low, high, head_dim)
 
 
-@numba.njit(inline="always")
+def put_query(queries, row, query, scale):
+    """A query times `scale` into queries[row]: float32, or words of pairs."""
+    raise NotImplementedError("for compiled code only")
+
+
+@overload(put_query)
 def _put_query(queries, row, query, scale):
+    return _put_query_pairs if queries.dtype == types.uint32 else _put_query_floats
+
+
+def _put_query_floats(queries, row, query, scale):
     for d in range(len(query)):
         queries[row, d] = query[d] * scale
 
 
-@numba.njit(inline="always")
 def _put_query_pairs(queries, row, query, scale):
     for i in range(len(query) // PAIR):
         queries[row, i] = pair(query[PAIR * i] * scale, query[PAIR * i + 1] * scale)
 
 
-@numba.njit(inline="always")
+def put_weights(weights, scores):
+    """`scores` as words of pairs; where weights are scores themselves, there is nothing to do."""
+    raise NotImplementedError("for compiled code only")
+
+
+@overload(put_weights)
 def _put_weights(weights, scores):
-    """Where weights are scores, there is nothing to do."""
+    return _put_weight_pairs if weights.dtype == types.uint32 else lambda weights, scores: None
 
 
-@numba.njit(inline="always")
 def _put_weight_pairs(weights, scores):
     for i in range(len(weights)):
         weights[i] = pair(scores[PAIR * i], scores[PAIR * i + 1])
@@ -154,7 +168,7 @@ def make_attend(head_dim: int, block_size: int, paired: bool) -> Callable[..., N
     they are bfloat16, and `can_pair` holds."""
     blocks = max(1, SPAN_TOKENS // block_size)
     width = blocks * block_size
-    put_query, put_weights = (_put_query_pairs, _put_weight_pairs) if paired else (_put_query, _put_weights)
+    # Numbers and types alone may be closed over: numba finds compiled code by their pickles, and a function has another each time.
     element, in_word = (np.uint32, PAIR) if paired else (np.float32, 1)
 
     @numba.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")

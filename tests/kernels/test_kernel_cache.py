@@ -1,0 +1,39 @@
+"""Compiled kernels are found again by the next process, and steps of other sizes compile nothing: else users wait for seconds."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from kernels.attention import paged_attention
+from kernels.cpu_attention import make_attend
+from tests.kernels.test_attention import make_case
+
+ROOT = Path(__file__).parents[2]
+
+
+def attend_with_every_cache():
+    """Prints by type of the cache how often attention was compiled, for one token and several, and how often not found."""
+    for dtype, paired in ((torch.float32, False), (torch.float16, False), (torch.bfloat16, True)):
+        attend = make_attend(64, 16, paired)
+        before = len(attend.signatures), sum(attend.stats.cache_misses.values())
+        for count in (1, 5):
+            query, *rest = make_case([40], [count], 9, 3, 64, dtype)
+            heads = torch.cat([query.float(), torch.zeros(count, 6, 64)], dim=1)  # as projected: queries, keys, values
+            paged_attention(heads[:, :9], *rest, 0.125, 0)
+        after = len(attend.signatures), sum(attend.stats.cache_misses.values())
+        print(*(now - then for now, then in zip(after, before, strict=True)))
+
+
+def run(cache):
+    command = [sys.executable, "-c", "from tests.kernels.test_kernel_cache import *; attend_with_every_cache()"]
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+    ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [tuple(map(int, line.split())) for line in ran.stdout.splitlines()]
+
+
+def test_attention_is_compiled_once_for_each_type_of_cache(tmp_path):
+    assert run(tmp_path) == [(1, 1)] * 3
+    assert run(tmp_path) == [(1, 0)] * 3
