@@ -12,27 +12,9 @@ from numba.extending import overload
 
 from kernels.cpu_math import exp_float32
 from kernels.cpu_pairs import PAIR, pair
-from kernels.cpu_rows import WIDE
-from kernels.cpu_vectors import (
-    add_weighted1,
-    add_weighted2,
-    add_weighted3,
-    add_weighted4,
-    add_weighted5,
-    add_weighted6,
-    largest,
-    prefetch_block,
-    scores1,
-    scores2,
-    scores3,
-    scores4,
-    scores5,
-    scores6,
-    total,
-)
+from kernels.cpu_vectors import MOST_ROWS, add_weighted, largest, prefetch_block, score, total
 
 TILE_FLOATS = 4096  # accumulators of a tile, 16 KiB: with a key and a value block of 4 KiB each they stay in a 32 KiB L1 cache
-MOST_ROWS = 6 if WIDE else 4  # that are multiplied with a block together, as many as the registers hold
 SPAN_TOKENS = 64  # of the cache between two looks at the highest score; spans begin at multiples of it, whatever the step
 _ONE, _TWO = np.float32(1.0), np.float32(2.0)
 _MINUS_INFINITY = np.float32(-np.inf)
@@ -87,38 +69,6 @@ def _add_weights(scores, sums, row, low, high, width):
             if t < low or t >= high:
                 scores[row, t] = np.float32(0.0)
     sums[row] += total(scores, row, width)
-
-
-@numba.njit(inline="always")
-def _scores(count, out, place, stride, queries, row, keys, head_dim, block_size):
-    if WIDE and count == 6:
-        scores6(out, place, stride, queries, row, keys, head_dim, block_size)
-    elif WIDE and count == 5:
-        scores5(out, place, stride, queries, row, keys, head_dim, block_size)
-    elif count == 4:
-        scores4(out, place, stride, queries, row, keys, head_dim, block_size)
-    elif count == 3:
-        scores3(out, place, stride, queries, row, keys, head_dim, block_size)
-    elif count == 2:
-        scores2(out, place, stride, queries, row, keys, head_dim, block_size)
-    else:
-        scores1(out, place, stride, queries, row, keys, head_dim, block_size)
-
-
-@numba.njit(inline="always")
-def _add_weighted(count, out, row, weights, place, stride, values, low, high, head_dim):
-    if WIDE and count == 6:
-        add_weighted6(out, row, weights, place, stride, values, low, high, head_dim)
-    elif WIDE and count == 5:
-        add_weighted5(out, row, weights, place, stride, values, low, high, head_dim)
-    elif count == 4:
-        add_weighted4(out, row, weights, place, stride, values, low, high, head_dim)
-    elif count == 3:
-        add_weighted3(out, row, weights, place, stride, values, low, high, head_dim)
-    elif count == 2:
-        add_weighted2(out, row, weights, place, stride, values, low, high, head_dim)
-    else:
-        add_weighted1(out, row, weights, place, stride, values, low, high, head_dim)
 
 
 def put_query(queries, row, query, scale):
@@ -222,7 +172,7 @@ def make_attend(head_dim: int, block_size: int, paired: bool) -> Callable[..., N
                                 # else these queries stand before the block
                                 if start + (row - head * num_rows + count - 1) // group >= index * block_size:
                                     place, keys = row * width + index * block_size, keys_of_heads[first_head + head]
-                                    _scores(count, all_scores, place, width, queries, row, keys, head_dim, block_size)
+                                    score(count, all_scores, place, width, queries, row, keys, head_dim, block_size)
                                 row += count
                             prefetch_block(value_cache, block_table[span * blocks + index], first_head + head, head_dim, block_size)
                     for head in range(heads_at_once):
@@ -249,7 +199,7 @@ def make_attend(head_dim: int, block_size: int, paired: bool) -> Callable[..., N
                                 low = max(0, low - index * block_size)
                                 high = min(block_size, high - index * block_size)
                                 place, values = row * width + index * block_size, values_of_heads[first_head + head]
-                                _add_weighted(count, weighted, row, weights, place, width, values, low, high, head_dim)
+                                add_weighted(count, weighted, row, weights, place, width, values, low, high, head_dim)
                                 row += count
                             place = (span + 1) * blocks + index
                             if place <= last_block:

@@ -17,24 +17,53 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_ir import FLOAT, INT32, LANES, LINE, at, call, int64, integers, load_wide, pointers, prefetch, splat, store, take
+from kernels.cpu_ir import (
+    FLOAT,
+    INT32,
+    LANES,
+    LINE,
+    at,
+    call,
+    int64,
+    integers,
+    load_wide,
+    pointers,
+    prefetch,
+    splat,
+    store,
+    switch,
+    take,
+)
 from kernels.cpu_pairs import PAIR, add_products, load_pairs
+from kernels.cpu_rows import WIDE
 
+MOST_ROWS = 6 if WIDE else 4  # that are multiplied with a block together, as many as the registers hold
 VALUE_VECTORS = 4  # of a row that `add_weighted` keeps in registers at once
-CHAINS = 2  # partial sums a row has in `scores`: a multiplication takes four cycles, in which others must begin
+CHAINS = 2  # partial sums a row has in `score`: a multiplication takes four cycles, in which others must begin
 
 
-def _make_scores(num_rows: int) -> Callable[..., Any]:
-    @intrinsic(prefer_literal=True)
-    def scores(typing_context, out, place, stride, queries, row, keys, head_dim, block_size):
-        def generate(context, builder, signature, arguments):
-            out_data, query_data, key_data = pointers(context, builder, signature, arguments, (0, 3, 5))
-            target, step, first = integers(context, builder, signature, arguments, (1, 2, 4))
-            length = block_size.literal_value
-            paired = signature.args[3].dtype == types.uint32
-            width = head_dim.literal_value // PAIR if paired else head_dim.literal_value  # of a row of queries
-            lanes, chains = math.gcd(length, LANES), math.gcd(width, CHAINS)
-            vector = ir.VectorType(FLOAT, lanes)
+@intrinsic(prefer_literal=True)
+def score(typing_context, count, out, place, stride, queries, row, keys, head_dim, block_size):
+    """out[place + r * stride + t] = queries[row + r] . keys[:, t] for r < count <= MOST_ROWS.
+
+    `out` is flat, `queries` [rows, head_dim], or words of pairs along head_dim, `keys` [head_dim, block_size]."""
+
+    def generate(context, builder, signature, arguments):
+        out_data, query_data, key_data = pointers(context, builder, signature, arguments, (1, 4, 6))
+        number, target, step, first = integers(context, builder, signature, arguments, (0, 2, 3, 5))
+        length = block_size.literal_value
+        paired = signature.args[4].dtype == types.uint32
+        width = head_dim.literal_value // PAIR if paired else head_dim.literal_value  # of a row of queries
+        lanes, chains = math.gcd(length, LANES), math.gcd(width, CHAINS)
+        vector = ir.VectorType(FLOAT, lanes)
+
+        def load_keys(d, t):
+            place = builder.add(builder.mul(d, int64(PAIR * length if paired else length)), int64(t))
+            if paired:
+                return load_pairs(builder, key_data, place, builder.add(place, int64(length)), lanes)
+            return load_wide(builder, key_data, place, lanes, signature.args[6].dtype)
+
+        def emit(num_rows):
             for t in range(0, length, lanes):
                 sums = [
                     [cgutils.alloca_once_value(builder, ir.Constant(vector, None)) for _ in range(chains)] for _ in range(num_rows)
@@ -42,11 +71,7 @@ def _make_scores(num_rows: int) -> Callable[..., Any]:
                 with cgutils.for_range(builder, int64(width // chains)) as loop:
                     for chain in range(chains):
                         d = builder.add(builder.mul(loop.index, int64(chains)), int64(chain))
-                        key_place = builder.add(builder.mul(d, int64(PAIR * length if paired else length)), int64(t))
-                        if paired:
-                            key = load_pairs(builder, key_data, key_place, builder.add(key_place, int64(length)), lanes)
-                        else:
-                            key = load_wide(builder, key_data, key_place, lanes, signature.args[5].dtype)
+                        key = load_keys(d, t)
                         for r in range(num_rows):
                             start = builder.mul(builder.add(first, int64(r)), int64(width))
                             query = builder.load(at(builder, query_data, builder.add(start, d)))
@@ -56,26 +81,38 @@ def _make_scores(num_rows: int) -> Callable[..., Any]:
                     total = functools.reduce(builder.fadd, [builder.load(part) for part in sums[r]])
                     line = builder.add(target, builder.mul(step, int64(r)))
                     store(builder, out_data, builder.add(line, int64(t)), total)
-            return context.get_dummy_value()
 
-        return types.none(out, place, stride, queries, row, keys, head_dim, block_size), generate
+        switch(builder, number, range(1, MOST_ROWS + 1), emit)
+        return context.get_dummy_value()
 
-    return scores
+    return types.none(count, out, place, stride, queries, row, keys, head_dim, block_size), generate
 
 
-def _make_add_weighted(num_rows: int) -> Callable[..., Any]:
-    @intrinsic(prefer_literal=True)
-    def add_weighted(typing_context, out, row, weights, place, stride, values, low, high, head_dim):
-        def generate(context, builder, signature, arguments):
-            out_data, weight_data, value_data = pointers(context, builder, signature, arguments, (0, 2, 5))
-            first, source, step, first_token, end_token = integers(context, builder, signature, arguments, (1, 3, 4, 6, 7))
-            paired = signature.args[2].dtype == types.uint32
-            one, two = int64(1), int64(PAIR)
-            begin, end = first_token, end_token  # of the loop over tokens, or over pairs of them
-            if paired:
-                source, step, begin, end = (builder.sdiv(each, two) for each in (source, step, begin, builder.add(end, one)))
-            width = head_dim.literal_value
-            lanes = math.gcd(width, LANES)
+@intrinsic(prefer_literal=True)
+def add_weighted(typing_context, count, out, row, weights, place, stride, values, low, high, head_dim):
+    """out[row + r] += sum over t in low..high-1 of weights[place + r * stride + t] * values[t], for r < count <= MOST_ROWS.
+
+    `out` is [rows, head_dim], `weights` flat, or words of pairs along t, `values` [block_size, head_dim]."""
+
+    def generate(context, builder, signature, arguments):
+        out_data, weight_data, value_data = pointers(context, builder, signature, arguments, (1, 3, 6))
+        number, first, source, step, first_token, end_token = integers(context, builder, signature, arguments, (0, 2, 4, 5, 7, 8))
+        paired = signature.args[3].dtype == types.uint32
+        one, two = int64(1), int64(PAIR)
+        begin, end = first_token, end_token  # of the loop over tokens, or over pairs of them
+        if paired:
+            source, step, begin, end = (builder.sdiv(each, two) for each in (source, step, begin, builder.add(end, one)))
+        width = head_dim.literal_value
+        lanes = math.gcd(width, LANES)
+
+        def load_values(t, offset):
+            place = builder.add(builder.mul(t, int64(PAIR * width if paired else width)), int64(offset))
+            if not paired:
+                return load_wide(builder, value_data, place, lanes, signature.args[6].dtype)
+            values = load_pairs(builder, value_data, place, builder.add(place, int64(width)), lanes)
+            return builder.and_(values, _seen_of_pair(builder, builder.mul(t, two), first_token, end_token, values.type))
+
+        def emit(num_rows):
             for d in range(0, width, lanes * VALUE_VECTORS):
                 offsets = range(d, min(width, d + lanes * VALUE_VECTORS), lanes)
                 places = {
@@ -88,22 +125,7 @@ def _make_add_weighted(num_rows: int) -> Callable[..., Any]:
                     for key, at_row in places.items()
                 }
                 with cgutils.for_range(builder, end, start=begin) as loop:
-                    line = builder.mul(loop.index, int64(PAIR * width if paired else width))
-                    line_places = {offset: builder.add(line, int64(offset)) for offset in offsets}
-                    if paired:
-                        words = ir.VectorType(INT32, lanes)
-                        seen = _seen_of_pair(builder, builder.mul(loop.index, two), first_token, end_token, words)
-                        loaded = {
-                            offset: builder.and_(
-                                load_pairs(builder, value_data, at_line, builder.add(at_line, int64(width)), lanes), seen
-                            )
-                            for offset, at_line in line_places.items()
-                        }
-                    else:
-                        loaded = {
-                            offset: load_wide(builder, value_data, at_line, lanes, signature.args[5].dtype)
-                            for offset, at_line in line_places.items()
-                        }
+                    loaded = {offset: load_values(loop.index, offset) for offset in offsets}
                     for r in range(num_rows):
                         start = builder.add(source, builder.mul(step, int64(r)))
                         weight = builder.load(at(builder, weight_data, builder.add(start, loop.index)))
@@ -114,11 +136,11 @@ def _make_add_weighted(num_rows: int) -> Callable[..., Any]:
                             )
                 for key, total in sums.items():
                     store(builder, out_data, places[key], builder.load(total))
-            return context.get_dummy_value()
 
-        return types.none(out, row, weights, place, stride, values, low, high, head_dim), generate
+        switch(builder, number, range(1, MOST_ROWS + 1), emit)
+        return context.get_dummy_value()
 
-    return add_weighted
+    return types.none(count, out, row, weights, place, stride, values, low, high, head_dim), generate
 
 
 def _make_reduction(combine: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,13 +183,6 @@ def prefetch_block(typing_context, cache, block, head, head_dim, block_size):
     return types.none(cache, block, head, head_dim, block_size), generate
 
 
-# scores(out, place, stride, queries, row, keys, head_dim, block_size): out[place + r * stride + t] = queries[row + r] . keys[:, t]
-# for r < 1, 2, ...; out is flat, queries [rows, head_dim], or words of pairs along head_dim, keys [head_dim, block_size]
-scores1, scores2, scores3, scores4, scores5, scores6 = map(_make_scores, range(1, 7))
-# add_weighted(out, row, weights, place, stride, values, low, high, head_dim): out[row + r] += sum over t in low..high-1 of
-# weights[place + r * stride + t] * values[t]; out [rows, head_dim], weights is flat, or words of pairs along t, values
-# [block_size, head_dim]
-add_weighted1, add_weighted2, add_weighted3, add_weighted4, add_weighted5, add_weighted6 = map(_make_add_weighted, range(1, 7))
 # largest(x, row, length) and total(x, row, length) of x[row], x [rows, length]; `largest` may overlook a NaN
 largest = _make_reduction(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 total = _make_reduction(lambda builder, a, b: builder.fadd(a, b))
