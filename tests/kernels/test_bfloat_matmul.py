@@ -1,17 +1,13 @@
 """The product with bfloat16 weights: exactly the sums that its docstring says, at every number of rows, by every instruction."""
 
 import hashlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from kernels.bfloat_matmul import bfloat_matmul, bfloat_rows, pack_bfloat
 from kernels.cpu_ir import features
-from tests.kernels.test_block_matmul import AVX2
+from tests.kernels.instruction_sets import digest_with_avx2
 
 SHAPES = [(960, 576), (33, 101), (200, 48), (1, 7), (64, 1)]
 
@@ -51,11 +47,7 @@ def test_it_is_the_sum_in_pairs():
 
 @pytest.mark.skipif(not {"avx2", "fma"} <= features(), reason="compares instruction sets of x86 processors with AVX2")
 def test_without_avx512_the_bits_are_the_same():
-    environment = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": AVX2}
-    command = [sys.executable, "-c", "from tests.kernels.test_bfloat_matmul import digest; print(digest())"]
-    root = Path(__file__).parents[2]
-    ran = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == digest()
+    assert digest_with_avx2(__name__) == digest()
 
 
 def test_a_row_has_the_same_bits_in_every_batch():

@@ -1,10 +1,6 @@
 """The product with quantized blocks: near the exact one by what 8 bits of activations allow, and the same bits everywhere."""
 
 import hashlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +9,10 @@ import torch
 from kernels.block_matmul import block_matmul, block_rows, pack_blocks
 from kernels.blocks import Blocks, join_rows, quantize
 from kernels.cpu_ir import features
+from tests.kernels.instruction_sets import digest_with_avx2
 
 KINDS = [(4, 32), (8, 32), (8, 16), (8, 64)]  # bits, block size
 SHAPES = [(960, 576), (33, 192), (200, 64)]
-# what LLVM knows of a processor without AVX-512
-AVX2 = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+64bit,+cx8,+cmov,+mmx,+fxsr"
 
 
 def make_blocks(rows, columns, bits, block_size, generator, halves=True):
@@ -55,11 +50,7 @@ def test_it_is_near_the_exact_product():
 
 @pytest.mark.skipif(not {"avx2", "fma"} <= features(), reason="compares instruction sets of x86 processors with AVX2")
 def test_without_avx512_the_bits_are_the_same():
-    environment = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": AVX2}
-    command = [sys.executable, "-c", "from tests.kernels.test_block_matmul import digest; print(digest())"]
-    root = Path(__file__).parents[2]
-    ran = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == digest()
+    assert digest_with_avx2(__name__) == digest()
 
 
 @pytest.mark.parametrize(("bits", "block_size"), KINDS)
