@@ -106,6 +106,59 @@ def _put_weight_pairs(weights, scores):
         weights[i] = pair(scores[PAIR * i], scores[PAIR * i + 1])
 
 
+# A head's rows are queries, token by token, the token's heads that share its keys beside each other: num_rows from first_row on, of
+# which the first `unseeing` stand before the span. `start`: the first token's position, counted from the span's first.
+
+
+@numba.njit(inline="always")
+def _query_of(row, first, first_head, num_rows, group):
+    """Token and head of a row, where rows of head after head follow one another."""
+    return first + row % num_rows // group, (first_head + row // num_rows) * group + row % group
+
+
+@numba.njit(inline="always")
+def _score_rows(scores, queries, keys, first_row, unseeing, num_rows, start, group, index, width, head_dim, block_size):
+    """Scores of a head's rows with the span's block `index`."""
+    row, end_row = first_row + unseeing, first_row + num_rows
+    while row < end_row:
+        count = min(MOST_ROWS, end_row - row)
+        if start + (row - first_row + count - 1) // group >= index * block_size:  # else these queries stand before the block
+            score(count, scores, row * width + index * block_size, width, queries, row, keys, head_dim, block_size)
+        row += count
+
+
+@numba.njit(inline="always")
+def _weigh_rows(
+    weights, scores, weighted, highest, sums, first_row, unseeing, num_rows, start, group, window, soft_cap, width, head_dim,
+    in_word,
+):  # fmt: skip
+    """A head's scores of a span become weights."""
+    row, end_row = first_row + unseeing, first_row + num_rows
+    all_scores = scores.reshape(-1)[row * width : end_row * width]
+    for r in range(row, end_row):
+        low, high = _seen(start + (r - first_row) // group, window, width)
+        _subtract_highest(scores, weighted, highest, sums, r, low, high, soft_cap, head_dim, width)
+    _exponentiate(all_scores)
+    for r in range(row, end_row):
+        low, high = _seen(start + (r - first_row) // group, window, width)
+        _add_weights(scores, sums, r, low, high, width)
+    put_weights(weights[row * width // in_word : end_row * width // in_word], all_scores)
+
+
+@numba.njit(inline="always")
+def _add_rows(weighted, weights, values, first_row, unseeing, num_rows, start, group, window, index, width, head_dim, block_size):
+    """Adds the weighted values of the span's block `index` to a head's rows."""
+    row, end_row = first_row + unseeing, first_row + num_rows
+    while row < end_row:
+        count = min(MOST_ROWS, end_row - row)
+        from_first, from_last = row - first_row, row - first_row + count - 1
+        # only tokens that some of these rows see: what others left in the block may be NaN
+        low, high = _seen_by_any(start + from_first // group, start + from_last // group, window, width)
+        low, high = max(0, low - index * block_size), min(block_size, high - index * block_size)
+        add_weighted(count, weighted, row, weights, row * width + index * block_size, width, values, low, high, head_dim)
+        row += count
+
+
 def can_pair(head_dim: int, block_size: int) -> bool:
     """Whether products with a bfloat16 cache go pair by pair, queries and weights rounded to bfloat16 as well."""
     return head_dim % PAIR == 0 and block_size % PAIR == 0
@@ -151,7 +204,7 @@ def make_attend(head_dim: int, block_size: int, paired: bool) -> Callable[..., N
             heads_at_once = num_kv_heads if num_tokens * num_kv_heads <= most_rows // group else 1
             for first_head in range(0, num_kv_heads, heads_at_once):
                 for row in range(heads_at_once * num_rows):
-                    token, head = first + row % num_rows // group, (first_head + row // num_rows) * group + row % group
+                    token, head = _query_of(row, first, first_head, num_rows, group)
                     put_query(queries, row, query[token, head], scale)
                     weighted[row] = 0.0
                     highest[row] = _MINUS_INFINITY
@@ -164,50 +217,34 @@ def make_attend(head_dim: int, block_size: int, paired: bool) -> Callable[..., N
                     lowest, top = _seen_by_any(start + unseeing // group, start + num_tokens - 1, window, width)
                     end_block = (top + block_size - 1) // block_size
                     for index in range(lowest // block_size, end_block):
-                        keys_of_heads = key_cache[block_table[span * blocks + index]]
+                        block = block_table[span * blocks + index]
                         for head in range(heads_at_once):
-                            row, end_row = head * num_rows + unseeing, (head + 1) * num_rows
-                            while row < end_row:
-                                count = min(MOST_ROWS, end_row - row)
-                                # else these queries stand before the block
-                                if start + (row - head * num_rows + count - 1) // group >= index * block_size:
-                                    place, keys = row * width + index * block_size, keys_of_heads[first_head + head]
-                                    score(count, all_scores, place, width, queries, row, keys, head_dim, block_size)
-                                row += count
-                            prefetch_block(value_cache, block_table[span * blocks + index], first_head + head, head_dim, block_size)
+                            keys = key_cache[block, first_head + head]
+                            _score_rows(
+                                all_scores, queries, keys, head * num_rows, unseeing, num_rows, start, group, index, width,
+                                head_dim, block_size,
+                            )  # fmt: skip
+                            prefetch_block(value_cache, block, first_head + head, head_dim, block_size)
                     for head in range(heads_at_once):
-                        row, end_row = head * num_rows + unseeing, (head + 1) * num_rows
-                        for r in range(row, end_row):
-                            low, high = _seen(start + (r - head * num_rows) // group, window, width)
-                            _subtract_highest(scores, weighted, highest, sums, r, low, high, soft_cap, head_dim, width)
-                        _exponentiate(all_scores[row * width : end_row * width])
-                        for r in range(row, end_row):
-                            low, high = _seen(start + (r - head * num_rows) // group, window, width)
-                            _add_weights(scores, sums, r, low, high, width)
-                        put_weights(
-                            weights[row * width // in_word : end_row * width // in_word], all_scores[row * width : end_row * width]
-                        )
+                        _weigh_rows(
+                            weights, scores, weighted, highest, sums, head * num_rows, unseeing, num_rows, start, group, window,
+                            soft_cap, width, head_dim, in_word,
+                        )  # fmt: skip
                     for index in range(lowest // block_size, end_block):
-                        values_of_heads = value_cache[block_table[span * blocks + index]]
+                        block = block_table[span * blocks + index]
                         for head in range(heads_at_once):
-                            row, end_row = head * num_rows + unseeing, (head + 1) * num_rows
-                            while row < end_row:
-                                count = min(MOST_ROWS, end_row - row)
-                                from_first, from_last = row - head * num_rows, row - head * num_rows + count - 1
-                                # only tokens that some of these rows see: what others left in the block may be NaN
-                                low, high = _seen_by_any(start + from_first // group, start + from_last // group, window, width)
-                                low = max(0, low - index * block_size)
-                                high = min(block_size, high - index * block_size)
-                                place, values = row * width + index * block_size, values_of_heads[first_head + head]
-                                add_weighted(count, weighted, row, weights, place, width, values, low, high, head_dim)
-                                row += count
+                            values = value_cache[block, first_head + head]
+                            _add_rows(
+                                weighted, weights, values, head * num_rows, unseeing, num_rows, start, group, window, index, width,
+                                head_dim, block_size,
+                            )  # fmt: skip
                             place = (span + 1) * blocks + index
                             if place <= last_block:
                                 prefetch_block(key_cache, block_table[place], first_head + head, head_dim, block_size)
                             elif heads_at_once > 1:
                                 prefetch_block(key_cache, next_table[index], first_head + head, head_dim, block_size)
                 for row in range(heads_at_once * num_rows):
-                    token, head = first + row % num_rows // group, (first_head + row // num_rows) * group + row % group
+                    token, head = _query_of(row, first, first_head, num_rows, group)
                     for d in range(head_dim):
                         out[token, head, d] = weighted[row, d] / sums[row]
 
