@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
+
+from kernels.attention import elements
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector of a CPU
 
@@ -24,23 +28,27 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        shared: bool = False,
     ) -> None:
+        """shared: all layers use the same memory: for a profiling forward, whose results nobody reads."""
         transposed = (num_blocks, num_kv_heads, head_dim, block_size)
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
 
         def keys() -> torch.Tensor:
             return _zeros(transposed, dtype, device) if device.type == "cpu" else _zeros(shape, dtype, device).transpose(2, 3)
 
-        self.layers = [(keys(), _zeros(shape, dtype, device)) for _ in range(num_layers)]
+        layers = [(keys(), _zeros(shape, dtype, device)) for _ in range(1 if shared else num_layers)]
+        self.layers = layers * num_layers if shared else layers
+
+    @functools.cached_property
+    def arrays(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """`layers` as the CPU's compiled loops take them."""
+        return [(elements(keys), elements(values)) for keys, values in self.layers]
 
     @staticmethod
     def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes that one block takes in all layers together."""
         return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
-
-    def share_layer(self, num_layers: int) -> None:
-        """Lets all layers use the first one's memory: for a profiling forward, whose results nobody reads."""
-        self.layers = [self.layers[0]] * num_layers
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

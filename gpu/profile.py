@@ -78,8 +78,7 @@ class Profiler:
         model, block_size = self.runner.model, self.config.cache.block_size
         length = min(budget, PROMPT_LEN, model.config.max_position_embeddings)
         num_requests, num_blocks = -(-budget // length), -(-length // block_size)
-        kv = self.runner.make_kv(1 + num_blocks, num_layers=1)
-        kv.share_layer(model.config.num_layers)
+        kv = self.runner.make_kv(1 + num_blocks, shared=True)
         model.rotary.ensure(length)
         query_start = np.minimum(np.arange(num_requests + 1, dtype=np.int32) * length, budget)
         positions = np.arange(budget) % length

@@ -158,17 +158,17 @@ class ModelRunner:
         ids, values, ranks = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         return ids.reshape(-1), values.reshape(-1), ranks
 
-    def make_kv(self, num_blocks: int, num_layers: int | None = None) -> KVCache:
-        """Of `num_layers` layers, by default the model's."""
+    def make_kv(self, num_blocks: int, shared: bool = False) -> KVCache:
         config = self.model.config
         return KVCache(
-            config.num_layers if num_layers is None else num_layers,
+            config.num_layers,
             num_blocks,
             self.config.cache.block_size,
             self.model.num_kv_heads,
             config.head_dim,
             self.kv_dtype,
             self.device,
+            shared,
         )
 
     def make_batch(self, max_model_len: int) -> Batch:

@@ -47,39 +47,35 @@ def paged_attention(
         return device.accelerated("attention", "paged_attention")(
             query, key_cache, value_cache, block_tables, rows, query_start, context_lens, scale, window, soft_cap
         )
-    tables = tuple(x.numpy() for x in (block_tables, rows, query_start, context_lens))
-    out = attend_arrays(
-        query.to(torch.float32).numpy(), elements(key_cache), elements(value_cache), tables, scale, window, soft_cap
-    )
-    return torch.from_numpy(out).to(query.dtype)
+    arrays = tuple(x.numpy() for x in (block_tables, rows, query_start, context_lens))
+    keys, values = elements(key_cache), elements(value_cache)
+    attention = StepAttention(arrays, query.shape[1], keys)
+    return torch.from_numpy(attention(query.to(torch.float32).numpy(), keys, values, scale, window, soft_cap)).to(query.dtype)
 
 
-def attend_arrays(
-    query: np.ndarray,
-    key_cache: np.ndarray,
-    value_cache: np.ndarray,
-    tables: tuple[np.ndarray, ...],
-    scale: float,
-    window: int,
-    soft_cap: float = 0.0,
-) -> np.ndarray:
-    """`paged_attention` on the CPU. query float32, caches by `elements`, tables: block_tables, rows, query_start, context_lens."""
-    num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = key_cache.shape[1]
-    out = np.empty((num_tokens, num_heads, head_dim), np.float32)
-    block_size = key_cache.shape[3]
-    query = np.ascontiguousarray(
-        query
-    )  # one token's is by itself, several tokens' among keys and values are not: one code for both
-    attend = make_attend(head_dim, block_size, key_cache.dtype == np.uint16 and can_pair(head_dim, block_size))
-    tile_tokens = max(1, TILE_FLOATS // (num_heads // num_kv_heads * head_dim))
-    tiles = make_tiles(tables[2], tile_tokens)
-    scales = (np.float32(scale), np.float32(soft_cap))
-    for_ranges(
-        lambda begin, end: attend(out, query, key_cache, value_cache, *tables, tiles, tile_tokens, *scales, window, begin, end),
-        len(tiles),
-    )
-    return out
+class StepAttention:
+    """`paged_attention` on the CPU, of one step: what is the same in all of its layers is made once.
+
+    tables: block_tables, rows, query_start, context_lens; caches by `elements`, each of the shape and type that `key_cache` has.
+    """
+
+    def __init__(self, tables: tuple[np.ndarray, ...], num_heads: int, key_cache: np.ndarray) -> None:
+        _, num_kv_heads, head_dim, block_size = key_cache.shape
+        self._tables = tables
+        self._tile_tokens = max(1, TILE_FLOATS // (num_heads // num_kv_heads * head_dim))
+        self._tiles = make_tiles(tables[2], self._tile_tokens)
+        self._attend = make_attend(head_dim, block_size, key_cache.dtype == np.uint16 and can_pair(head_dim, block_size))
+
+    def __call__(
+        self, query: np.ndarray, key_cache: np.ndarray, value_cache: np.ndarray, scale: float, window: int, soft_cap: float = 0.0
+    ) -> np.ndarray:
+        """query [num_tokens, num_heads, head_dim] float32; returns as much."""
+        out = np.empty(query.shape, np.float32)
+        # one token's query is by itself, several tokens' among keys and values are not: one code for both
+        arrays = (out, np.ascontiguousarray(query), key_cache, value_cache, *self._tables, self._tiles)
+        numbers = (self._tile_tokens, np.float32(scale), np.float32(soft_cap), window)
+        for_ranges(lambda begin, end: self._attend(*arrays, *numbers, begin, end), len(self._tiles))
+        return out
 
 
 def elements(cache: torch.Tensor) -> np.ndarray:

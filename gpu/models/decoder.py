@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 
 from gpu.attention import AttentionMetadata, PagedAttention
-from gpu.compiled_layer import CompiledLayer
+from gpu.compiled_layers import CompiledLayers
 from gpu.errors import CheckpointError
 from gpu.kv_cache import KVCache
 from gpu.layers import RMSNorm
 from gpu.models.rotary import RotaryEmbedding
 from gpu.models.shards import ShardReader
+from kernels import cpu_threads
 from kernels.silu_mul import silu_mul
 
 
@@ -35,9 +36,7 @@ class CausalLM:
             "model.embed_tokens.weight", None if config.tie_word_embeddings else "lm_head.weight"
         )
         self.layers = [DecoderLayer(reader, index) for index in range(config.num_layers)]
-        self.fast_layers = [
-            CompiledLayer(layer) if CompiledLayer.fits(layer) else layer for layer in self.layers
-        ]  # that forward runs
+        self.compiled = CompiledLayers(self.layers) if CompiledLayers.fit(self.layers) else None
         self.norm = RMSNorm(reader.vector("model.norm.weight"), config.rms_norm_eps)
         self.weight_bytes = reader.num_bytes
 
@@ -46,8 +45,11 @@ class CausalLM:
         cos_sin = self.rotary.cos_sin
         residual = self.embedding(token_ids)
         hidden = torch.zeros_like(residual)
-        for layer, cache in zip(self.fast_layers, kv.layers, strict=True):
-            hidden = layer(hidden, residual, positions, cos_sin, cache, step)
+        if self.compiled is not None and cpu_threads.num_threads() == 1:  # more take parts of each operation
+            self.compiled(hidden, residual, positions, cos_sin, kv, step)
+        else:
+            for layer, cache in zip(self.layers, kv.layers, strict=True):
+                hidden = layer(hidden, residual, positions, cos_sin, cache, step)
         return self.norm.add(hidden, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
