@@ -126,15 +126,22 @@ def _validation_message(errors: list[dict[str, Any]]) -> str:
         shown = repr(error.get("input"))
         if len(shown) > MAX_REPORTED_INPUT:
             shown = shown[:MAX_REPORTED_INPUT] + "..."
-        where = ".".join(str(part) for part in error["loc"])
-        lines.append(f"  {where}: {error['msg']} (type={error['type']}, input={shown})")
+        lines.append(f"  {_where(error)}: {error['msg']} (type={error['type']}, input={shown})")
     if len(errors) > MAX_REPORTED_ERRORS:
         lines.append(f"  ... and {len(errors) - MAX_REPORTED_ERRORS} more")
     return "\n".join(lines)
 
 
-def _validation_param(loc: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in loc)
+def _readable(error: dict[str, Any]) -> dict[str, Any]:
+    """An entry as a person reads it: FastAPI tells of broken JSON by its offset, as if that were a field, and not what is wrong."""
+    if error["type"] != "json_invalid":
+        return error
+    part, offset = error["loc"]
+    return error | {"loc": (part,), "msg": f"{error['msg']}: {error['ctx']['error']}, at character {offset}"}
+
+
+def _where(error: dict[str, Any]) -> str:
+    return ".".join(str(part) for part in error["loc"])
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
@@ -143,17 +150,18 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    errors = list(error.errors())
-    body = error_body(_validation_message(errors), "Bad Request", 400, _validation_param(errors[0]["loc"]) if errors else None)
+    errors = [_readable(each) for each in error.errors()]
+    body = error_body(_validation_message(errors), "Bad Request", 400, _where(errors[0]) if errors else None)
     return Response(body, 400, media_type="application/json")
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers) if error.headers else None
-    return Response(
-        phrase_error(error.status_code, error.detail), error.status_code, headers=headers, media_type="application/json"
-    )
+    detail = error.detail
+    if error.status_code == 404 and detail == http.HTTPStatus(404).phrase:
+        detail = f"There is no {request.method} {request.url.path[:MAX_REPORTED_INPUT]} on this server."
+    return Response(phrase_error(error.status_code, detail), error.status_code, headers=headers, media_type="application/json")
 
 
 def install_error_handlers(app: FastAPI) -> None:

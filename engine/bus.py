@@ -51,8 +51,8 @@ PING_INTERVAL = 5.0  # seconds of silence after which a subscription asks whethe
 # Redis is there but cannot serve now. Others (a script's own error, a wrong password) do not get better by waiting.
 _PASSING = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError)
 _LASTING = (AuthenticationError, AuthorizationError)
-# The same, told by the first word of the error: its master or its replicas are missing, disk or memory is full.
-_UNABLE = ("MASTERDOWN ", "MISCONF ", "NOREPLICAS ", "OOM ")
+# The same, told by the first word of the error: its master or its replicas are missing, disk or memory is full, a script runs on.
+_UNABLE = ("BUSY ", "MASTERDOWN ", "MISCONF ", "NOREPLICAS ", "OOM ")
 _ANNOTATION = " caused error: "  # of redis-py, before the error of a command in a pipeline
 
 

@@ -24,9 +24,10 @@ class ClaimedSlot(NamedTuple):
     incarnation: int
 
 
-def claim_slot(model: str, info: EngineInfo, ttl: float = SLOT_TTL) -> Call[ClaimedSlot]:
-    """The lowest free slot of the model, under a new incarnation that is higher than all before. `info`'s slot and incarnation are
-    filled in. The first thing to do with it: `bury(model, slot, incarnation - 1, ...)`.
+def claim_slot(model: str, info: EngineInfo, ttl: float = SLOT_TTL, wanted: int = 0) -> Call[ClaimedSlot]:
+    """The slot `wanted`, or the lowest free one where that is held, under a new incarnation that is higher than all before.
+
+    `info`'s slot and incarnation are filled in. The first thing to do with it: `bury(model, slot, incarnation - 1, ...)`.
     """
 
     def claimed(answer: list[Any]) -> Call[ClaimedSlot]:
@@ -39,7 +40,7 @@ def claim_slot(model: str, info: EngineInfo, ttl: float = SLOT_TTL) -> Call[Clai
         claimed,
         script("claim"),
         (keys.slots(model), keys.incarnation(model), keys.slot(model), keys.slot_claim(model)),
-        (secrets.token_hex(8), milliseconds(ttl)),
+        (secrets.token_hex(8), milliseconds(ttl), wanted),
     )
     return Call(lambda _: claim, commands=(("SADD", keys.models(), model),))
 

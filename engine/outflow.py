@@ -170,8 +170,12 @@ class Outflow:
 
 
 def _started_fields(held: HeldRequest) -> dict[str, str]:
-    times = held.choices[0].times
-    return {"scheduled": f"{times.scheduled:.6f}", "first_token": f"{times.first_token:.6f}"}
+    first = held.choices[0]
+    return {
+        "scheduled": f"{first.times.scheduled:.6f}",
+        "first_token": f"{first.times.first_token:.6f}",
+        "cached_tokens": str(first.num_cached_tokens),
+    }
 
 
 def _ended_request(held: HeldRequest) -> EndedRequest:

@@ -116,7 +116,7 @@ def _serve(config: EngineConfig, progress: Progress, signals: StopSignals, shutd
             tokenizer = hashlib.sha256(encode(bundle)).hexdigest()
             bus.run(calls.put_tokenizer(name, tokenizer, bundle))
             info = engine_info(config, core, name, tokenizer)
-            info.slot, info.incarnation = bus.run(calls.claim_slot(name, info))
+            info.slot, info.incarnation = bus.run(calls.claim_slot(name, info, wanted=config.parallel.data_parallel_rank))
             bus.run(calls.bury(name, info.slot, info.incarnation - 1, ENGINE_DIED))
             loop = connect(core, bus, info, config.redis.record_retention)
             signals.obey_with(lambda: loop.stop(shutdown_timeout))

@@ -81,6 +81,9 @@ class ParallelConfig:
         "engines that `serve` starts on this machine, replicas on one queue; 0: 1 on GPUs, by the cores on the CPU. "
         "`engine` starts one, which takes its part of memory and cores",
     )
+    data_parallel_rank: int = option(
+        0, "an engine's number among replicas: the slot that it takes where nobody holds it, else the lowest free one"
+    )
     distributed_executor_backend: str = option(
         "mp", "mp: a process a rank; uni: the worker lives in the engine's process", choices=("mp", "uni")
     )

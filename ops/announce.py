@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from engine.config import ServeConfig
 from engine.protocol import EngineInfo
-from ops.derived import derived_values
+from ops.derived import common_values, derived_values
 from ops.settings import SETTINGS, Resolved, describe
 
 log = logging.getLogger(__name__)
@@ -26,9 +26,9 @@ def show_configuration(resolved: Resolved) -> None:
         _show((section, name, value, source) for section, name, value, source in rows if source != "default")
 
 
-def show_derived(config: ServeConfig, info: EngineInfo, parallel: Mapping[str, str]) -> None:
-    """What was settled since, by `serve` (`parallel`: why) and by the engine."""
-    rows = derived_values(config, info, parallel)
+def show_derived(config: ServeConfig, infos: Sequence[EngineInfo], parallel: Mapping[str, str]) -> None:
+    """What was settled since, by `serve` (`parallel`: why) and by the engines."""
+    rows = common_values([derived_values(config, info, parallel) for info in infos])
     if config.log.log_format == "json":
         log.info(
             "settled by the engine", extra={"config": {name: {"value": value, "reason": reason} for name, value, reason in rows}}

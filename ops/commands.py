@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from datetime import datetime
+from datetime import date
 from typing import Any
 
 import click
@@ -26,6 +26,13 @@ def bus_options(function: Any) -> Any:
     ):
         function = option(function)
     return function
+
+
+def _day(value: str) -> date:
+    try:
+        return date.fromisoformat(value)
+    except ValueError:
+        raise click.BadParameter(f"`{value}` is not a day; write it as 2026-01-31") from None
 
 
 @click.command()
@@ -105,16 +112,16 @@ def engines(redis_url: str, data_dir: str, model: str | None, as_json: bool) -> 
 
 @click.command()
 @bus_options
-@click.option("--since", type=click.DateTime(["%Y-%m-%d"]), metavar="DAY", help="first day, as in 2026-01-31, UTC")
-@click.option("--until", type=click.DateTime(["%Y-%m-%d"]), metavar="DAY", help="last day")
-def usage(redis_url: str, data_dir: str, model: str | None, as_json: bool, since: datetime | None, until: datetime | None) -> None:
+@click.option("--since", type=_day, metavar="DAY", help="first day, as in 2026-01-31, UTC")
+@click.option("--until", type=_day, metavar="DAY", help="last day")
+def usage(redis_url: str, data_dir: str, model: str | None, as_json: bool, since: date | None, until: date | None) -> None:
     """Sum up requests and tokens by day, model and tenant."""
     from ops import requests, tables
     from ops.usage import usage_rows
 
     with requests.connect(_redis_url(redis_url, data_dir)) as bus:
         wanted = requests.models(bus, model)
-        rows = [row for row in usage_rows(bus, since and since.date(), until and until.date()) if row.model in wanted]
+        rows = [row for row in usage_rows(bus, since, until) if row.model in wanted]
     if as_json:
         facts = [{"day": str(row.day), "model": row.model, "tenant": row.tenant, **asdict(row.totals)} for row in rows]
         _print_json(facts)

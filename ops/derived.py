@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from engine.config import ServeConfig
 from engine.limits import step_limits
 from engine.protocol import EngineInfo
 
+Row = tuple[str, int | str, str]  # setting, value, reason
 
-def derived_values(config: ServeConfig, info: EngineInfo, parallel: Mapping[str, str]) -> list[tuple[str, int | str, str]]:
+
+def derived_values(config: ServeConfig, info: EngineInfo, parallel: Mapping[str, str]) -> list[Row]:
     """Rows (setting, value, reason) of what `info`, an engine of this configuration, was left to settle.
 
     parallel: reasons for what the configuration was not given but has by now.
     """
     by_device = f"default on {info.device}"
-    rows: list[tuple[str, int | str, str]] = [(name, getattr(config.parallel, name), why) for name, why in parallel.items()]
+    rows: list[Row] = [(name, getattr(config.parallel, name), why) for name, why in parallel.items()]
     if config.model.device == "auto":
         rows.append(("device", info.device, "a GPU is there" if info.device != "cpu" else "no GPU is there"))
     if config.model.dtype == "auto":
@@ -32,6 +34,16 @@ def derived_values(config: ServeConfig, info: EngineInfo, parallel: Mapping[str,
         size = "kv_cache_memory_bytes" if config.cache.kv_cache_memory_bytes else "gpu_memory_utilization"
         each = " in each engine" if config.parallel.data_parallel_size > 1 else ""
         rows.append(("num_gpu_blocks", info.num_blocks, f"what {size} leaves room for{each}, {info.block_size} tokens each"))
+    return rows
+
+
+def common_values(by_engine: Sequence[Sequence[Row]]) -> list[Row]:
+    """One row a setting; where engines settled it differently, with the value of each in their order, and every reason."""
+    rows: list[Row] = []
+    for same in zip(*by_engine, strict=True):
+        values, reasons = [value for _, value, _ in same], dict.fromkeys(reason for _, _, reason in same)
+        value = values[0] if len(set(values)) == 1 else ", ".join(map(str, values))
+        rows.append((same[0][0], value, "; ".join(reasons)))
     return rows
 
 

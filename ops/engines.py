@@ -75,10 +75,11 @@ class Engines:
             await self._fall_back(self._failure.result())
         self._are_up = True
 
-    async def info(self) -> EngineInfo | None:
-        """What the first one says of itself."""
+    async def infos(self) -> list[EngineInfo]:
+        """What those that live say of themselves."""
         with Bus(self._config.redis.redis_url) as bus:
-            return await asyncio.to_thread(engine_of_process, bus, self._children[0].pid or 0)
+            found = [await asyncio.to_thread(engine_of_process, bus, child.pid or 0) for child in self._children]
+        return [info for info in found if info is not None]
 
     async def _all_ready(self) -> None:
         for child in self._children:

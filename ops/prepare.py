@@ -27,8 +27,12 @@ def check(config: ServeConfig) -> None:
     ):
         if value is not None and value < 1:
             raise SettingError(f"--{name} must be at least 1, not {value}")
-    if config.parallel.data_parallel_size < 0:
-        raise SettingError(f"--data-parallel-size must not be negative, as {config.parallel.data_parallel_size} is")
+    for name, value in (
+        ("data-parallel-size", config.parallel.data_parallel_size),
+        ("data-parallel-rank", config.parallel.data_parallel_rank),
+    ):
+        if value < 0:
+            raise SettingError(f"--{name} must not be negative, as {value} is")
     if not 0 < config.cache.gpu_memory_utilization <= 1:
         raise SettingError(f"--gpu-memory-utilization is a share above 0 and up to 1, not {config.cache.gpu_memory_utilization}")
     if config.api.api_key:

@@ -26,9 +26,8 @@ served-model-name: [my-model, my-model-latest]
 ```
 
 Names that do not exist are refused, with the nearest one that does. Numbers may end in `k`, `m`, `g`, `t` (powers of 1000) or
-`K`, `M`, `G`, `T` (powers of 1024). Names and meanings are vLLM's where vLLM has the option. `headrace serve` prints at start each
-setting that is not its default, and where it came from; values that depend on the device are settled by the engine, which logs them
-when it is ready.
+`K`, `M`, `G`, `T` (powers of 1024). Names and meanings are vLLM's where vLLM has the option. `headrace serve` tells at start
+where each setting came from (as text: of those that are not defaults), and when the engines are ready what they settled, and why.
 """
 
 

@@ -37,9 +37,13 @@ class Replicas:
         self._settle_threads()
 
     def environment(self, number: int) -> dict[str, str]:
-        """What engine `number` of several has beside the others' variables: GPUs of its own."""
-        if not self._computes_on_gpu or self._parallel.data_parallel_size == 1:
+        """What engine `number` of several has beside the others' variables: its number, and GPUs of its own."""
+        if self._parallel.data_parallel_size == 1:
             return {}
+        rank = {SETTINGS["data_parallel_rank"].variable: str(number)}
+        return rank | self._gpus_of(number) if self._computes_on_gpu else rank
+
+    def _gpus_of(self, number: int) -> dict[str, str]:
         ranks = self._parallel.tensor_parallel_size
         needed = self._parallel.data_parallel_size * ranks
         visible = os.environ.get(VISIBLE_GPUS, ",".join(map(str, range(needed)))).split(",")

@@ -106,8 +106,7 @@ class _Serve:
         await engines.ready()
         await self._answers("/ready")
         self._display.close()
-        if (info := await engines.info()) is not None:
-            show_derived(self._config, info, replicas.reasons)
+        show_derived(self._config, await engines.infos(), replicas.reasons)
         show_ready(self._config, self._url)
 
     async def _start_redis(self) -> None:

@@ -1,14 +1,14 @@
--- claim: the lowest free slot, under a new incarnation.
+-- claim: the wanted slot or the lowest free one, under a new incarnation.
 --
 -- KEYS slots, last incarnation, prefix of slots, prefix of claims
--- ARGV nonce, time to live in ms
+-- ARGV nonce, time to live in ms, wanted slot
 -- Answer: slot, incarnation.
 --
 -- An incarnation is Redis' clock in microseconds, and higher than all before it even where that clock was set back.
 -- Sent twice: the slot whose claim bears the same nonce is answered again.
 
 local SLOTS, LAST, SLOT, CLAIM = unpack(KEYS)
-local nonce, ttl = unpack(ARGV)
+local nonce, ttl, wanted = unpack(ARGV)
 local CLAIM_TTL = 600000 -- ms
 
 local function new_incarnation()
@@ -20,12 +20,17 @@ local function new_incarnation()
   return text
 end
 
-local number = 0
-while true do
+for _, number in ipairs(redis.call('SMEMBERS', SLOTS)) do
   local holder = redis.call('GET', SLOT .. number)
-  if not holder then break end
-  if redis.call('GET', CLAIM .. number) == nonce then return {tostring(number), holder} end
-  number = number + 1
+  if holder and redis.call('GET', CLAIM .. number) == nonce then return {number, holder} end
+end
+
+local function is_held(number) return redis.call('EXISTS', SLOT .. number) == 1 end
+
+local number = tonumber(wanted)
+if is_held(number) then
+  number = 0
+  while is_held(number) do number = number + 1 end
 end
 local incarnation = new_incarnation()
 redis.call('SET', SLOT .. number, incarnation, 'PX', ttl)

@@ -158,6 +158,34 @@ async def test_a_redis_that_may_not_or_cannot_serve_now_is_away(own_server: Redi
             assert await abus.run(get("h")) == BUNDLE
 
 
+def is_busy(raw: redis.Redis) -> bool:
+    try:
+        return not raw.ping()
+    except redis.ResponseError:
+        return True
+
+
+async def test_a_redis_that_is_busy_with_somebodys_script_is_away(own_server: RedisServer) -> None:
+    with (
+        redis.Redis.from_url(own_server.url) as raw,
+        redis.Redis.from_url(own_server.url) as somebody,
+        Bus(own_server.url, patience=0.1) as bus,
+    ):
+        async with AsyncBus(own_server.url, patience=0.1) as abus:
+            bus.run(put("h"))
+            await abus.run(get("h"))
+            raw.config_set("busy-reply-threshold", 1)  # ms
+            endless = asyncio.create_task(asyncio.to_thread(somebody.eval, "while true do end", 0))
+            while not is_busy(raw):
+                await asyncio.sleep(0)  # the thread has not come to it
+            await expect_away(bus, abus, "BUSY")
+            raw.script_kill()
+            with pytest.raises(redis.ResponseError, match="killed"):
+                await endless
+            bus.run(put("h"))
+            assert await abus.run(get("h")) == BUNDLE
+
+
 async def test_a_master_that_became_a_replica_is_left_for_the_new_one(own_server: RedisServer, redis_url: str) -> None:
     """Its name, or a proxy, leads to another server; the connections stay as they are."""
     finish, beat = calls.finish(MODEL, "nobody", Abort("nobody")), calls.release_api("nobody")

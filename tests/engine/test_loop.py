@@ -130,6 +130,18 @@ async def test_abort_of_a_running_request_frees_its_blocks(engine: RunningEngine
     await settled(engine)
 
 
+async def test_a_running_record_tells_what_the_prefix_cache_gave(engine: RunningEngine, client: AsyncClient) -> None:
+    (first,) = await add(client, make_request(client, prompt=40))
+    await collect(first)
+    request = make_request(client, prompt=40, max_tokens=450)
+    (stream,) = await add(client, request)
+    await anext(stream)
+    record = await client.record(MODEL, request.request_id)
+    assert record is not None and (record.state, record.cached_tokens) == ("running", 32)  # whole blocks
+    await stream.abort()
+    await settled(engine)
+
+
 async def test_a_client_that_leaves_frees_the_engine(engine: RunningEngine, client: AsyncClient) -> None:
     streams = [(await add(client, make_request(client, max_tokens=450)))[0] for _ in range(30)]  # running and waiting ones
     await anext(streams[0])

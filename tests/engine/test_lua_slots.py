@@ -33,6 +33,21 @@ def test_the_lowest_free_slot_under_a_new_incarnation(world: World) -> None:
     assert world.model in world.bus.run(calls.models())
 
 
+def test_a_wanted_slot_is_had_where_nobody_holds_it(world: World) -> None:
+    def claim(wanted: int) -> str:
+        return world.bus.run(calls.claim_slot(world.model, engine_info(), 60, wanted)).slot
+
+    assert [claim(wanted) for wanted in (1, 1, 0, 5, 5)] == ["1", "0", "2", "5", "3"]
+
+
+def test_a_claim_that_is_sent_again_gets_the_same_slot_though_a_better_one_is_free_by_now(world: World) -> None:
+    holder = world.engine()
+    claim = calls.claim_slot(world.model, engine_info(), ttl=60)
+    first = world.bus.run(claim)
+    world.crash(holder)
+    assert world.bus.run(claim) == first == ("1", first.incarnation)
+
+
 def test_incarnations_rise_even_when_the_clock_goes_back(world: World) -> None:
     first = world.engine()
     world.crash(first)

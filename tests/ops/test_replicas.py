@@ -64,15 +64,21 @@ def test_engines_on_gpus_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch)
     values = {"device": "cuda", "tensor_parallel_size": 2, "data_parallel_size": 2}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     *_, replicas = settle(monkeypatch, 8, **values)
-    assert replicas.environment(1) == {"CUDA_VISIBLE_DEVICES": "2,3", "HEADRACE_DEVICE": "cuda"}
+    gpus = {"CUDA_VISIBLE_DEVICES": "2,3", "HEADRACE_DEVICE": "cuda"}
+    assert replicas.environment(1) == {"HEADRACE_DATA_PARALLEL_RANK": "1", **gpus}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert replicas.environment(0)["CUDA_VISIBLE_DEVICES"] == "4,5"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     with pytest.raises(CommandError, match=r"^4 GPUs are needed, 2 for each engine, and CUDA_VISIBLE_DEVICES names 3$"):
         replicas.environment(0)
-    *_, alone = settle(monkeypatch, 8, device="cuda")
-    *_, on_cpu = settle(monkeypatch, 8, data_parallel_size=2)
-    assert alone.environment(0) == on_cpu.environment(1) == {}
+
+
+def test_engines_of_several_know_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, several = settle(monkeypatch, 8, data_parallel_size=2)
+    assert [several.environment(number) for number in (0, 1)] == [{"HEADRACE_DATA_PARALLEL_RANK": str(rank)} for rank in (0, 1)]
+    for device in ("cpu", "cuda"):
+        *_, alone = settle(monkeypatch, 1, device=device)
+        assert alone.environment(0) == {}
 
 
 def test_progress_is_the_slowest_ones() -> None:

@@ -1,0 +1,13 @@
+"""What `serve` tells of values that its engines settled."""
+
+from __future__ import annotations
+
+from ops.derived import Row, common_values
+
+
+def test_what_engines_settled_differently_is_told_of_each() -> None:
+    first: list[Row] = [("device", "cpu", "no GPU is there"), ("max_num_batched_tokens", 512, "default on cpu")]
+    second: list[Row] = [("device", "cpu", "no GPU is there"), ("max_num_batched_tokens", 256, "measured")]
+    assert common_values([first, first]) == first
+    assert common_values([first, second]) == [first[0], ("max_num_batched_tokens", "512, 256", "default on cpu; measured")]
+    assert common_values([]) == []
