@@ -90,32 +90,43 @@ def _fill_all(noise, key, position):
         noise[token] = chunk[_place(token % CHUNK)]
 
 
+@numba.njit(cache=True, nogil=True, fastmath={"nnan"})
+def _largest(x):
+    largest = _MINUS_INFINITY
+    for i in range(len(x)):
+        largest = max(largest, x[i])
+    return largest
+
+
 @numba.njit(cache=True, nogil=True)
 def _draw(drawn, logits, greedy, seeds, positions):
     vocab = logits.shape[1]
+    highest = np.empty((vocab + CHUNK - 1) // CHUNK, np.float32)  # logit of each chunk
     noise = np.empty(CHUNK, np.float32)
     words = np.empty(CHUNK, np.uint32)
     for i in range(logits.shape[0]):
         row = logits[i]
-        best = np.argmax(row)
+        for c in range(len(highest)):
+            highest[c] = _largest(row[c * CHUNK : (c + 1) * CHUNK])
+        likeliest = np.argmax(highest)
+        start = likeliest * CHUNK
+        best = start + np.argmax(row[start : start + CHUNK])
         if greedy[i] or row[best] == _MINUS_INFINITY:
             drawn[i] = best
             continue
         key, position = np.uint64(seeds[i]), np.uint64(positions[i])
         # The likeliest token's own score bounds the winner's from below: what cannot reach it with the largest noise is skipped.
-        start = best // CHUNK * CHUNK
         _fill(noise, words, key, position, start)
         best_score = row[best] + noise[_place(best - start)]
-        for first in range(0, vocab, CHUNK):
-            chunk = row[first : min(first + CHUNK, vocab)]
-            highest = _MINUS_INFINITY
-            for j in range(len(chunk)):
-                highest = max(highest, chunk[j])
-            if highest + MAX_NOISE < best_score:
+        for c in range(len(highest)):
+            if highest[c] + MAX_NOISE < best_score:
                 continue
+            first = c * CHUNK
             _fill(noise, words, key, position, first)
-            for j in range(len(chunk)):
-                score = chunk[j] + noise[_place(j)]
+            if highest[c] + _largest(noise) < best_score:
+                continue
+            for j in range(min(CHUNK, vocab - first)):
+                score = row[first + j] + noise[_place(j)]
                 if score > best_score or (score == best_score and first + j < best):
                     best, best_score = first + j, score
         drawn[i] = best
