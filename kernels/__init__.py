@@ -2,7 +2,7 @@
 
 Numba's own cache compares the age of a kernel's file alone, not of the files whose functions it inlines, and stands beside the
 source, which an installed package may not write. So it gets a directory of ours, named by a hash of all kernel sources.
-`NUMBA_CACHE_DIR`, where set, says where that directory is made.
+`NUMBA_CACHE_DIR`, where set, says where that directory is made. Those of other versions go when nobody has used them for a month.
 """
 
 from __future__ import annotations
@@ -12,22 +12,29 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numba
+
+_PREFIX = "kernels-"
+_UNUSED_SECONDS = 30 * 86400.0
 
 
 def _cache_directory() -> Path:
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    name = f"kernels-{digest.hexdigest()[:16]}"
+    name = f"{_PREFIX}{digest.hexdigest()[:16]}"
     try:
         told = os.environ.get("NUMBA_CACHE_DIR")
         folder = Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
         path = folder / name
         path.mkdir(parents=True, exist_ok=True)
         if os.access(path, os.W_OK):
+            os.utime(path)
+            _remove_unused(folder)
             return path
     except (OSError, RuntimeError):  # no home, or none that can be written
         pass
@@ -36,6 +43,13 @@ def _cache_directory() -> Path:
     private = tempfile.mkdtemp(prefix="headrace-kernels-")
     atexit.register(shutil.rmtree, private, ignore_errors=True)
     return Path(private)
+
+
+def _remove_unused(folder: Path) -> None:
+    for path in folder.glob(_PREFIX + "*"):
+        with suppress(FileNotFoundError):  # another process was faster
+            if time.time() - path.stat().st_mtime > _UNUSED_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 numba.config.CACHE_DIR = str(_cache_directory())

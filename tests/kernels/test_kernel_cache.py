@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numba
 import torch
 
 from kernels.attention import paged_attention
@@ -32,6 +34,20 @@ def run(cache):
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
     ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
     return [tuple(map(int, line.split())) for line in ran.stdout.splitlines()]
+
+
+def test_what_other_versions_compiled_goes_after_a_month_without_use(tmp_path):
+    own = Path(numba.config.CACHE_DIR).name
+    ages = {"kernels-unused": 31, "kernels-used": 29, own: 400, "models": 400}  # days
+    for name, days in ages.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "code").touch()
+        os.utime(tmp_path / name, (time.time() - 86400 * days,) * 2)
+    command = [sys.executable, "-c", "import kernels, numba; print(numba.config.CACHE_DIR)"]
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(tmp_path / own)
+    assert {path.name for path in tmp_path.iterdir()} == {"kernels-used", own, "models"}
 
 
 def test_attention_is_compiled_once_for_each_type_of_cache(tmp_path):
