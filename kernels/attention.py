@@ -15,6 +15,7 @@ import torch
 
 from kernels import device
 from kernels.cpu_attention import TILE_FLOATS, can_pair, make_attend
+from kernels.cpu_math import elements
 from kernels.cpu_threads import for_ranges
 
 
@@ -76,12 +77,6 @@ class StepAttention:
         numbers = (self._tile_tokens, np.float32(scale), np.float32(soft_cap), window)
         for_ranges(lambda begin, end: self._attend(*arrays, *numbers, begin, end), len(self._tiles))
         return out
-
-
-def elements(cache: torch.Tensor) -> np.ndarray:
-    """As `cpu_math.widen` knows them."""
-    bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(cache.dtype, cache.dtype)
-    return cache.view(bits).numpy()
 
 
 @numba.njit(cache=True, nogil=True)

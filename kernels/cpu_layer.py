@@ -12,7 +12,7 @@ from numba.extending import overload
 
 from kernels import bfloat_matmul, block_matmul, half_matmul, panel_matmul
 from kernels.rms_norm import add_normalize
-from kernels.rope_kv_write import turn_and_write
+from kernels.rope_kv_write import rotate_and_write
 from kernels.silu_mul import gate
 
 _multiply_panels = panel_matmul.multiply
@@ -60,7 +60,7 @@ def before_attention(
     normed = np.empty_like(hidden)
     add_normalize(normed, hidden, residual, norm, epsilon)
     project(heads.reshape(len(heads), -1), normed, qkv, qkv_scales, qkv_kind)
-    turn_and_write(heads, num_kv_heads, positions, cos_sin, key_cache, value_cache, slots)
+    rotate_and_write(heads, num_kv_heads, positions, cos_sin, key_cache, value_cache, slots)
 
 
 @numba.njit(cache=True, nogil=True)

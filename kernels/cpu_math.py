@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numba
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
@@ -18,7 +19,7 @@ _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
 _HALF = np.float32(0.5)
 _ONE = np.float32(1.0)
-_LOWEST = np.float32(-87.0)  # exp of it is the smallest normal number; what is lower gives the same, 1.6e-38
+_LOWEST = np.float32(-87.0)  # exp of it, 1.6e-38, is still a normal number; what is lower gives the same
 _HIGHEST = np.float32(88.0)
 _SQRT_HALF = np.float32(0.707106781186547524)
 
@@ -64,8 +65,14 @@ def log_float32(x):
     return (f + y) + e * _LN2_HIGH
 
 
+def elements(x: torch.Tensor) -> np.ndarray:
+    """The tensor's memory as compiled code takes it: bfloat16 as uint16, float16 as int16, other types as they are."""
+    bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(x.dtype, x.dtype)
+    return x.view(bits).numpy()
+
+
 def widen(x):
-    """A stored element as float32: float32 itself, the bits of a bfloat16 held as uint16, or those of a float16 held as int16."""
+    """An element of `elements` as float32."""
     raise NotImplementedError("for compiled code only")
 
 
@@ -79,17 +86,19 @@ def _widen(x):
 
 
 def narrow(x, stored):
-    """float32 x as an element of `stored`'s kind, as `widen` reads it: rounded to nearest, ties to even."""
+    """float32 x as an element of `stored`'s kind, rounded to nearest, ties to even; or x of that kind as it is."""
     raise NotImplementedError("for compiled code only")
 
 
 @overload(narrow)
 def _narrow(x, stored):
+    if x == stored:
+        return lambda x, stored: x
     if stored == types.uint16:
         return lambda x, stored: _bfloat16_bits(x)
     if stored == types.int16:
         return lambda x, stored: _float_to_half(x)
-    return lambda x, stored: x
+    return None
 
 
 @numba.njit(inline="always")

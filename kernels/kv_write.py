@@ -6,6 +6,7 @@ import numba
 import torch
 
 from kernels import device
+from kernels.cpu_math import elements, narrow
 
 
 def kv_write(
@@ -22,19 +23,21 @@ def kv_write(
     if device.on_accelerator(key):
         device.accelerated("kv_write", "kv_write")(key, value, key_cache, value_cache, slots)
         return
-    if key.dtype == torch.bfloat16:  # elements are only moved: their bits do
-        key, value, key_cache, value_cache = (x.view(torch.uint16) for x in (key, value, key_cache, value_cache))
-    _write(key.numpy(), value.numpy(), key_cache.numpy(), value_cache.numpy(), slots.numpy())
+    write(elements(key), 0, elements(value), 0, elements(key_cache), elements(value_cache), slots.numpy())
 
 
 @numba.njit(cache=True, nogil=True)
-def _write(key, value, key_cache, value_cache, slots):
+def write(key, first_key, value, first_value, key_cache, value_cache, slots):
+    """`kv_write` of `cpu_math.elements`: of adjacent heads of key from first_key on, and of value, which may be the same array.
+    Both may be float32 whatever the caches hold, and are narrowed then."""
     num_kv_heads, head_dim, block_size = key_cache.shape[1:]
     for token in range(len(slots)):
         if slots[token] < 0:
             continue
         block, offset = divmod(slots[token], block_size)
         for head in range(num_kv_heads):
+            keys, values = key_cache[block, head], value_cache[block, head, offset]
             for d in range(head_dim):
-                key_cache[block, head, d, offset] = key[token, head, d]
-                value_cache[block, head, offset, d] = value[token, head, d]
+                keys[d, offset] = narrow(key[token, first_key + head, d], keys[d, offset])
+            for d in range(head_dim):
+                values[d] = narrow(value[token, first_value + head, d], values[d])

@@ -21,15 +21,16 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> Non
     if x.dtype != torch.float32:
         reference.rope(x, positions, cos_sin)
         return
-    _rotate(x.numpy(), positions.numpy(), cos_sin.numpy())
+    rotate(x.numpy(), x.shape[1], positions.numpy(), cos_sin.numpy())
 
 
 @numba.njit(cache=True, nogil=True)
-def _rotate(x, positions, cos_sin):
+def rotate(x, num_heads, positions, cos_sin):
+    """`rope` of the first `num_heads` heads of float32 x."""
     half = x.shape[2] // 2
     for token in range(x.shape[0]):
         angles = cos_sin[positions[token]]
-        for head in range(x.shape[1]):
+        for head in range(num_heads):
             for i in range(half):
                 a, b = x[token, head, i], x[token, head, i + half]
                 x[token, head, i] = a * angles[i] - b * angles[i + half]

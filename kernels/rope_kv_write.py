@@ -6,7 +6,9 @@ import numba
 import torch
 
 from kernels import device, reference
-from kernels.cpu_math import narrow
+from kernels.cpu_math import elements
+from kernels.kv_write import write
+from kernels.rope import rotate
 
 
 def rope_kv_write(
@@ -35,38 +37,13 @@ def rope_kv_write(
     if heads.dtype != torch.float32:
         reference.rope_kv_write(*arguments)
         return
-    bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(key_cache.dtype, key_cache.dtype)
-    turn_and_write(
-        heads.numpy(),
-        num_kv_heads,
-        positions.numpy(),
-        cos_sin.numpy(),
-        key_cache.view(bits).numpy(),
-        value_cache.view(bits).numpy(),
-        slots.numpy(),
-    )
+    arrays = (heads.numpy(), num_kv_heads, positions.numpy(), cos_sin.numpy())
+    rotate_and_write(*arrays, elements(key_cache), elements(value_cache), slots.numpy())
 
 
 @numba.njit(cache=True, nogil=True)
-def turn_and_write(heads, num_kv_heads, positions, cos_sin, key_cache, value_cache, slots):
-    """`rope_kv_write` of float32 heads; caches as `cpu_math.widen` knows them."""
-    num_tokens, total_heads, head_dim = heads.shape
-    block_size = key_cache.shape[3]
-    half = head_dim // 2
-    first_key, first_value = total_heads - 2 * num_kv_heads, total_heads - num_kv_heads
-    for token in range(num_tokens):
-        angles = cos_sin[positions[token]]
-        for head in range(first_value):
-            for i in range(half):
-                a, b = heads[token, head, i], heads[token, head, i + half]
-                heads[token, head, i] = a * angles[i] - b * angles[i + half]
-                heads[token, head, i + half] = b * angles[i] + a * angles[i + half]
-        if slots[token] < 0:
-            continue
-        block, offset = divmod(slots[token], block_size)
-        for head in range(num_kv_heads):
-            keys, values = key_cache[block, head], value_cache[block, head, offset]
-            for d in range(head_dim):
-                keys[d, offset] = narrow(heads[token, first_key + head, d], keys[d, offset])
-            for d in range(head_dim):
-                values[d] = narrow(heads[token, first_value + head, d], values[d])
+def rotate_and_write(heads, num_kv_heads, positions, cos_sin, key_cache, value_cache, slots):
+    """`rope_kv_write` of float32 heads; caches by `cpu_math.elements`."""
+    first_value = heads.shape[1] - num_kv_heads
+    rotate(heads, first_value, positions, cos_sin)
+    write(heads, first_value - num_kv_heads, heads, first_value, key_cache, value_cache, slots)
