@@ -15,18 +15,16 @@ from unittest import mock
 import numpy as np
 import torch
 
-from gpu.batch import OVERRUN
+from benchmarks.driver import Driver
 from gpu.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
 from gpu.cuda_graphs import PaddedDecode
-from gpu.distributed import TensorParallelGroup
 from gpu.models.config import ArchitectureConfig
-from gpu.plan import NewRequest, SamplingParams, SchedulerOutput
+from gpu.plan import SamplingParams
 from gpu.runner import ModelRunner
 from gpu.weights import Checkpoint
 from kernels import device as kernel_device
 from kernels import reference
 
-NONE = np.zeros(0, np.int32)
 BLOCK = 16
 LLAMA_8B: dict[str, Any] = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336,
@@ -63,50 +61,22 @@ class RandomCheckpoint(Checkpoint):
         return "the random checkpoint"
 
 
-class Model:
-    """A runner, each of whose rows has blocks for `max_len` tokens of its own."""
+class Model(Driver):
+    """A model of random weights; `decode_graphs` decodes from graphs on a GPU, and with the same padding on a CPU."""
 
     def __init__(self, config: dict[str, Any], device: torch.device, dtype: str, max_num_seqs: int, max_len: int) -> None:
-        self.max_num_seqs = max_num_seqs
         worker = WorkerConfig(
             ModelConfig(dtype=dtype, device=device.type),
             CacheConfig(block_size=BLOCK),
             ParallelConfig(num_threads=1, distributed_executor_backend="uni"),
             max_num_seqs=max_num_seqs,
         )
-        checkpoint = RandomCheckpoint(ArchitectureConfig.from_hf_config(config), device)
-        self.runner = ModelRunner(worker, checkpoint, device, TensorParallelGroup())
-        self.runner.load(lambda fraction: None)
-        blocks = -(-(max_len + OVERRUN) // BLOCK)
-        self.runner.allocate_kv(1 + blocks * max_num_seqs, max_len)
-        if self.runner.decode is None:  # on a CPU the same padding, without graphs
-            width, activations = self.runner.batch.block_tables.shape[1], self.runner.numerics.activations
-            sizes = sorted({1, 4, max_num_seqs})
-            self.runner.decode = PaddedDecode(self.runner.model, self.runner.kv, sizes, width, activations, device)
-        self.decode = self.runner.decode
-        self.blocks = 1 + np.arange(blocks * max_num_seqs, dtype=np.int32).reshape(max_num_seqs, -1)
-        self.generator = np.random.default_rng(0)
-        self.step = 0
-
-    def new(self, row: int, length: int, computed: int = 0, sampling: SamplingParams | None = None) -> NewRequest:
-        tokens = self.generator.integers(0, self.runner.model.config.vocab_size, length).astype(np.int32)
-        sampling = sampling or SamplingParams(temperature=0.0)
-        return NewRequest(row, tokens, length, computed, self.blocks[row], sampling, sampling.seed)
-
-    def execute(self, new: list[NewRequest], rows: list[int], counts: list[int], freed: list[int] = []) -> float:  # noqa: B006
-        """Seconds, the answer on the host included."""
-        columns = (np.array(rows, np.int32), np.array(counts, np.int32))
-        plan = SchedulerOutput(self.step, freed, new, NONE, NONE, *columns, sum(counts))
-        self.step += 1
-        started = time.perf_counter()
-        output = self.runner.execute(plan)
-        seconds = time.perf_counter() - started
-        if output.failed_rows:
-            raise AssertionError(f"rows failed: {output.failed_rows}")
-        return seconds
-
-    def free(self) -> None:
-        self.execute([], [], [], list(range(self.max_num_seqs)))
+        super().__init__(worker, RandomCheckpoint(ArchitectureConfig.from_hf_config(config), device), device, max_len)
+        runner = self.runner
+        if runner.decode is None:
+            width, activations = runner.batch.block_tables.shape[1], runner.numerics.activations
+            runner.decode = PaddedDecode(runner.model, runner.kv, sorted({1, 4, max_num_seqs}), width, activations, device)
+        self.decode_graphs = runner.decode
 
 
 def compare_logits(model: Model, lengths: list[int]) -> dict[str, list[torch.Tensor]]:
@@ -128,7 +98,7 @@ def compare_logits(model: Model, lengths: list[int]) -> dict[str, list[torch.Ten
 
     found = {}
     for way in ("kernels", "padded", "twins"):
-        model.runner.decode = model.decode if way == "padded" else None
+        model.runner.decode = model.decode_graphs if way == "padded" else None
         with _recorded_logits(model.runner) as logits, _twins() if way == "twins" else mock.patch.dict({}):
             steps()
         found[way] = logits
@@ -169,31 +139,25 @@ def time_steps(
 ) -> Iterator[StepTime]:
     """Medians of decodes, launched and replayed from graphs, and of a prompt. KV of contexts is what lies in memory."""
     runner, config = model.runner, model.runner.model.config
-    for layer in runner.kv.layers:
-        for cache in layer:
-            cache.fill_(0.5)
+    model.fill_kv()
     head = config.vocab_size * config.hidden_size
     matrices = sum(shape[0] * shape[1] for name, shape in config.tensor_shapes().items() if "layers" in name and len(shape) == 2)
     itemsize = runner.numerics.weights.itemsize
     token_kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * runner.kv_dtype.itemsize
     for batch in batches:
-        rows = list(range(batch))
         work = (matrices + head) * itemsize + batch * context * token_kv
         bound = max(work / bandwidth, 2 * batch * (matrices + head) / rate)
-        for name, decode in (("launched", None), ("graph", model.decode)):
+        for name, decode in (("launched", None), ("graph", model.decode_graphs)):
             runner.decode = decode
-            model.execute([model.new(row, context, context - 1) for row in rows], rows, [1] * batch)
-            seconds = _median(lambda rows=rows, batch=batch: model.execute([], rows, [1] * batch), num_steps)
+            model.start_decodes(batch, context)
+            seconds = _median(lambda batch=batch: model.decode(batch), num_steps)
             model.free()
             yield StepTime(f"{batch} decodes at {context}, {name}", seconds, batch, bound)
 
-    def prefill() -> float:
-        return model.execute([model.new(0, prompt)], [0], [prompt], [0])
-
     attention = 2 * prompt * prompt * config.num_layers * config.num_heads * config.head_dim
     bound = max((matrices + head) * itemsize / bandwidth, (2 * prompt * matrices + 2 * head + attention) / rate)
-    prefill()
-    yield StepTime(f"a prompt of {prompt}", _median(prefill, max(3, num_steps // 4)), prompt, bound)
+    model.prefill(prompt)
+    yield StepTime(f"a prompt of {prompt}", _median(lambda: model.prefill(prompt), max(3, num_steps // 4)), prompt, bound)
 
 
 def _median(step: Callable[[], float], count: int) -> float:

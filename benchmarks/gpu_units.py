@@ -40,7 +40,7 @@ class Units:
         self.on_gpu = device.type == "cuda"
         if not self.on_gpu:
             kernel_device.on_accelerator = lambda x: True
-        self.float8 = self.on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)
+        self.float8 = self.on_gpu and kernels.has_float8()
 
     def machine(self) -> Iterator[Event]:
         import triton

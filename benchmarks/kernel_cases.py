@@ -457,9 +457,8 @@ def cpu_products(sizes: Sizes, batches: list[int]) -> Iterator[Case]:
 
 
 def timings(
-    sizes: Sizes, dtype: torch.dtype, cache_dtype: torch.dtype, batches: list[int], context: int, prompt: int, float8: bool,
-    quantized: bool = True,
-) -> Iterator[Case]:  # fmt: skip
+    sizes: Sizes, dtype: torch.dtype, cache_dtype: torch.dtype, batches: list[int], context: int, prompt: int, float8: bool
+) -> Iterator[Case]:
     """Of decodes at `context` tokens in each batch size, and of a prompt."""
     for batch in batches:
         name = f"{batch} decodes at {context}"
@@ -467,9 +466,8 @@ def timings(
     yield _attention_case(f"a prompt of {prompt}", sizes, dtype, cache_dtype, [prompt], [prompt])
     for num_tokens in (batches[-1], prompt):
         yield from _steps(sizes, dtype, cache_dtype, num_tokens)
-    if quantized:
-        for rows in (*batches, prompt):
-            yield from _quantized(sizes, dtype, rows, float8)
-        for num_tokens in (batches[-1], prompt):
-            yield Case("moe", f"{num_tokens} tokens", dtype, lambda device, n=num_tokens: _moe(device, sizes, dtype, n))
+    for rows in (*batches, prompt):
+        yield from _quantized(sizes, dtype, rows, float8)
+    for num_tokens in (batches[-1], prompt):
+        yield Case("moe", f"{num_tokens} tokens", dtype, lambda device, n=num_tokens: _moe(device, sizes, dtype, n))
     yield from _sampling(sizes, batches[-1], min(context, 1024))

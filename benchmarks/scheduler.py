@@ -1,8 +1,8 @@
 """Time of `schedule()` plus `update_from_output()` for steps of pure decodes; beside vLLM's Scheduler, driven the same way, when
 a Python that has vLLM is named.
 
-    python benchmarks/scheduler.py
-    python benchmarks/scheduler.py --vllm-python $PEERS_DIR/vllm/bin/python --vllm-model $PEERS_DIR/models/smollm2-hf
+    python -m benchmarks.scheduler
+    python -m benchmarks.scheduler --vllm-python $PEERS_DIR/vllm/bin/python --vllm-model $PEERS_DIR/models/smollm2-hf
 
 Requests with prompts of 100 tokens, all different, decode without end; budget 8192 tokens, blocks of 16, prefix cache on. Making
 the worker's answer is not in the times. Times are CPU time of the one thread that works, which on an idle machine is the time that
@@ -15,14 +15,11 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.config import SchedulerConfig
 from engine.request import Request
@@ -100,7 +97,9 @@ class Peer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scheduler", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM")
     parser.add_argument("--vllm-model", help="a model directory for its ModelConfig")
     arguments = parser.parse_args()

@@ -13,7 +13,7 @@ def test_threads_share_the_memory(tmp_path, monkeypatch, threads, seconds):
     monkeypatch.setattr("gpu.cores.FIRST_BYTE", 1 << 40)  # cores that no engine of this machine uses
     save_model("words", tmp_path)
     model = step.Model(str(tmp_path), "float32", threads, 1)
-    num_bytes = model.count(1, 1).weight_bytes
+    num_bytes = model.count(step.decodes(1)).weight_bytes
     monkeypatch.setattr(step, "Model", lambda *_: model)
     monkeypatch.setattr(step, "available_cores", lambda: 2)
     monkeypatch.setattr(step, "measure_bandwidth", lambda num_threads=1: num_bytes * (1 if num_threads == 1 else 1.5))
