@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpu.attention import AttentionMetadata
+from gpu.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from gpu.batch import Step
@@ -37,10 +38,10 @@ logger = logging.getLogger(__name__)
 def capture_sizes(wanted: list[int], max_num_seqs: int) -> list[int]:
     """Ascending: `wanted`, or by default sizes of which none is much larger than the one before, each at most max_num_seqs.
 
-    Raises ValueError for a size below 1.
+    Raises ConfigurationError for a size below 1.
     """
     if any(size < 1 for size in wanted):
-        raise ValueError(f"--cuda-graph-sizes are numbers of requests, at least 1, not {wanted}")
+        raise ConfigurationError(f"--cuda-graph-sizes are numbers of requests, at least 1, not {wanted}")
     most = min(max_num_seqs, MOST_ROWS)
     sizes = wanted or [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, MOST_ROWS + 1, 32), most]
     return sorted({size for size in sizes if size <= (max_num_seqs if wanted else most)})
@@ -163,10 +164,9 @@ def make_graphs(runner: ModelRunner) -> CudaGraphs | None:
     """After `allocate_kv`. None where steps are launched kernel by kernel: on the CPU, by choice, and with several ranks, whose
     exchanges have not been captured on any machine yet."""
     config = runner.config
-    sizes = capture_sizes(config.model.cuda_graph_sizes, config.max_num_seqs)
-    if runner.device.type != "cuda" or config.model.enforce_eager or runner.group.size > 1 or not sizes:
+    if runner.device.type != "cuda" or config.model.enforce_eager or runner.group.size > 1 or not runner.graph_sizes:
         return None
     width = runner.batch.block_tables.shape[1]
-    graphs = CudaGraphs(runner.model, runner.kv, sizes, width, runner.numerics.activations, runner.device)
+    graphs = CudaGraphs(runner.model, runner.kv, runner.graph_sizes, width, runner.numerics.activations, runner.device)
     graphs.capture()
     return graphs

@@ -13,7 +13,7 @@ from gpu import machine
 from gpu.batch import OVERRUN, Batch, Step
 from gpu.config import Capacity, WorkerConfig
 from gpu.cores import Cores
-from gpu.cuda_graphs import PaddedDecode, make_graphs
+from gpu.cuda_graphs import PaddedDecode, capture_sizes, make_graphs
 from gpu.distributed import TensorParallelGroup
 from gpu.errors import CheckpointError
 from gpu.kv_cache import KVCache
@@ -38,6 +38,7 @@ class ModelRunner:
     """`load`, `capacity`, `allocate_kv`, then `execute` a step after the other. All ranks of a group make the same calls."""
 
     def __init__(self, config: WorkerConfig, checkpoint: Checkpoint, device: torch.device, group: TensorParallelGroup) -> None:
+        """Raises CheckpointError or ConfigurationError for options that cannot work, before anything is loaded."""
         self.config = config
         self.checkpoint = checkpoint
         self.device = device
@@ -46,6 +47,7 @@ class ModelRunner:
             raise CheckpointError(f"{checkpoint.describe()} has no quantized blocks: --quantization gguf is for GGUF files that do")
         self.numerics = Numerics.choose(config.model.dtype, config.model.quantization, device)
         self.kv_dtype = _kv_dtype(config.cache.kv_cache_dtype, self.numerics)
+        self.graph_sizes = capture_sizes(config.model.cuda_graph_sizes, config.max_num_seqs)
         self.sampler = Sampler(config.model.logprobs_mode)
 
     def load(self, progress: Callable[[float], None]) -> None:
@@ -201,11 +203,13 @@ def _make_output(
 
 
 def _kv_dtype(name: str, numerics: Numerics) -> torch.dtype:
+    """For the option --kv-cache-dtype. By default KV has the weights' type, on a CPU too, where 16 bits are half of what float32
+    activations would take."""
     if name != "auto":
         return DTYPES[name]
     if numerics.quantization != "none":
         return torch.float16
-    return numerics.weights  # which are what flows between layers where the CPU does not widen 16 bits
+    return numerics.weights
 
 
 def num_engines(config: WorkerConfig) -> int:

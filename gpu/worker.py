@@ -21,7 +21,7 @@ from typing import Protocol
 import msgspec
 
 from gpu.config import Capacity, WorkerConfig
-from gpu.errors import CheckpointError
+from gpu.errors import CheckpointError, ConfigurationError
 from gpu.plan import ModelRunnerOutput, SchedulerOutput, decode_plan, encode
 
 EXIT_SECONDS = 30.0  # how long a worker may outlive its executor's end of the channel, busy with a step or not
@@ -94,7 +94,10 @@ class Runner(Protocol):
 
 
 def make_runner(config: WorkerConfig, rank: int, init_method: str) -> Runner:
-    """The runner of one rank, not loaded yet; joins the ranks' group, hence returns when all ranks have called it."""
+    """The runner of one rank, not loaded yet; joins the ranks' group, hence returns when all ranks have called it.
+
+    Raises CheckpointError, and ConfigurationError for options that this machine cannot serve.
+    """
     if config.model.load_format == "null":
         from gpu.null import NullRunner
 
@@ -112,6 +115,9 @@ def make_runner(config: WorkerConfig, rank: int, init_method: str) -> Runner:
     use_cuda = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", rank) if use_cuda else torch.device("cpu")
     if use_cuda:
+        num_ranks, num_gpus = config.parallel.tensor_parallel_size, torch.cuda.device_count()
+        if num_gpus < num_ranks:
+            raise ConfigurationError(f"each rank takes a GPU of its own: {num_ranks} wanted, torch finds {num_gpus}")
         torch.cuda.set_device(device)
     group = init_group(rank, config.parallel.tensor_parallel_size, init_method, device)
     return ModelRunner(config, checkpoint, device, group)
@@ -128,14 +134,14 @@ def leave_group() -> None:
 
 def describe(error: BaseException) -> str:
     """An exception as a reason; errors that are meant for people speak for themselves."""
-    if isinstance(error, CheckpointError):
+    if is_permanent(error):
         return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def is_permanent(error: BaseException) -> bool:
-    """The checkpoint is at fault, which no new start mends."""
-    return isinstance(error, CheckpointError)
+    """The checkpoint or the configuration is at fault, which no new start mends."""
+    return isinstance(error, CheckpointError | ConfigurationError)
 
 
 class Worker:
