@@ -94,6 +94,9 @@ class PrivateWeights:
     def close(self) -> None:
         """All matrices have been asked for."""
 
+    def abandon(self) -> None:
+        """Not all matrices will be asked for."""
+
 
 class SharedWeights:
     """Packed matrices in a file, mapped. Of several processes at once one packs, the rest wait for it.
@@ -107,19 +110,18 @@ class SharedWeights:
         self._data: IO[bytes] | None = None
         self._lock: int | None = None
         self._index = self._open_whole()
+        self._is_new = False
         if self._index is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(path.with_suffix(".lock"))
-            self._index = self._open_whole()  # made while this process waited
-        self._is_new = self._index is None
-        if self._is_new:
-            self._index = {}
-            self._draft.unlink(missing_ok=True)  # of who died in the middle
-            self._data = self._draft.open("w+b")
-        else:
-            self._unlock()
+            try:
+                self._open_locked()
+            except BaseException:
+                self._unlock()
+                raise
 
     def matrix(self, name: str, pack: Callable[[], PackedMatrix]) -> PackedMatrix:
+        """The matrix `name`, mapped; `pack` makes it where the file does not have it."""
         assert self._index is not None
         if self._data is None:
             return pack()
@@ -137,6 +139,7 @@ class SharedWeights:
         return PackedMatrix(arrays=arrays, **entry)
 
     def close(self) -> None:
+        """All matrices have been asked for: a new file gets its name."""
         if self._is_new and self._data is not None:
             try:
                 self._finish()
@@ -145,6 +148,27 @@ class SharedWeights:
         if self._data is not None:
             self._data.close()
         self._unlock()
+
+    def abandon(self) -> None:
+        """Not all matrices will be asked for: a new file is dropped, and who waits for it makes its own. What is mapped stays."""
+        if self._lock is not None:  # else the draft is another process's
+            with suppress(OSError):
+                self._draft.unlink(missing_ok=True)
+        if self._data is not None:
+            with suppress(OSError):  # what it has not written yet
+                self._data.close()
+        self._data = None
+        self._unlock()
+
+    def _open_locked(self) -> None:
+        """Opens what another process made while this one waited, else a draft."""
+        self._index = self._open_whole()
+        if self._index is not None:
+            self._unlock()
+            return
+        self._index, self._is_new = {}, True
+        self._draft.unlink(missing_ok=True)  # of who died in the middle
+        self._data = self._draft.open("w+b")
 
     def _open_whole(self) -> dict[str, dict[str, Any]] | None:
         """Opens the file and returns its index; None where there is none that can be read."""
@@ -186,14 +210,9 @@ class SharedWeights:
         _forget_old(self._path.parent)
 
     def _give_up(self, error: OSError) -> None:
-        """What is mapped stays; what comes is private."""
+        """What comes is private."""
         logger.warning("packed weights are not kept in %s: %s", self._path.parent, error)
-        self._draft.unlink(missing_ok=True)
-        if self._data is not None:
-            with suppress(OSError):  # what it has not written yet
-                self._data.close()
-        self._data = None
-        self._unlock()
+        self.abandon()
 
     def _map(self, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
         """Copy on write, which nobody does: torch and numba ask for memory that may be written."""

@@ -24,12 +24,17 @@ def load_model(
     weights: PrivateWeights | SharedWeights | None = None,
 ) -> CausalLM:
     """This rank's shard of the model. `progress` hears the fraction loaded, 0 to 1; `weights` keeps
-    the packed matrices, by default in private memory. Raises CheckpointError with the reason."""
+    the packed matrices, by default in private memory; it is closed, or abandoned where loading fails. Raises CheckpointError with
+    the reason."""
     from gpu.models.decoder import CausalLM  # here: gpu.models.config, beside it, is imported where torch is not
     from gpu.models.shards import ShardReader
     from gpu.packed import PrivateWeights
 
     weights = weights or PrivateWeights()
-    model = CausalLM(ShardReader(checkpoint, numerics, device, group, progress, weights))
-    weights.close()
+    try:
+        model = CausalLM(ShardReader(checkpoint, numerics, device, group, progress, weights))
+        weights.close()
+    except BaseException:
+        weights.abandon()
+        raise
     return model

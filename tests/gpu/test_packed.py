@@ -1,5 +1,6 @@
 """Packed weights in a folder: written once, mapped by all, made anew when they cannot be trusted."""
 
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -12,7 +13,7 @@ import torch
 from gpu.distributed import TensorParallelGroup
 from gpu.linear import Numerics
 from gpu.models import load_model
-from gpu.packed import MOST_MODELS, PackedMatrix, SharedWeights, open_weights, packed_name
+from gpu.packed import MOST_MODELS, PackedMatrix, PrivateWeights, SharedWeights, open_weights, packed_name
 from gpu.weights import open_checkpoint
 from kernels.blocks import quantize
 
@@ -160,6 +161,54 @@ def test_a_folder_that_cannot_be_used_costs_a_warning_only(tmp_path, caplog):
     packed = open_weights(str(tmp_path / "file"), NAME).matrix("half", lambda: matrices()["half"])
     assert_same(packed, matrices()["half"])
     assert "not shared" in caplog.text
+
+
+def assert_unlocked(path):
+    """Nobody holds the file's lock: who packs it next need not wait."""
+    with path.with_suffix(".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_draft_that_cannot_be_opened_leaves_no_lock(tmp_path, caplog):
+    path = tmp_path / NAME
+    path.with_suffix(".new").mkdir()  # in the draft's way
+    assert isinstance(open_weights(str(tmp_path), NAME), PrivateWeights)
+    assert "not shared" in caplog.text
+    assert_unlocked(path)
+
+
+def test_weights_that_are_abandoned_leave_neither_lock_nor_file(tmp_path):
+    weights = SharedWeights(tmp_path / NAME)
+    kept = weights.matrix("half", lambda: matrices()["half"])
+    weights.abandon()
+    assert_same(kept, matrices()["half"])
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    assert_unlocked(tmp_path / NAME)
+    weights.close()
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("make", ["gave up", "has it mapped"])
+def test_who_abandons_leaves_another_processs_draft_alone(tmp_path, make):
+    path = tmp_path / NAME
+    if make == "has it mapped":
+        fill(path)
+    weights = SharedWeights(path)
+    if make == "gave up":
+        weights.abandon()
+    path.with_suffix(".new").write_text("another's")
+    weights.abandon()
+    assert path.with_suffix(".new").read_text() == "another's"
+
+
+def test_a_model_that_cannot_be_built_keeps_nobody_waiting(tmp_path, smollm2_gguf, monkeypatch):
+    numerics = Numerics.choose("auto", "int8", CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr("gpu.models.decoder.MLP", lambda *_: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            load(smollm2_gguf, tmp_path, numerics)
+    (lock,) = tmp_path.iterdir()
+    assert_unlocked(lock)
 
 
 def load(model, folder, numerics):
