@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+PROCESS = Path("/proc/self")
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, where its own is the only one that it sees
 
 
@@ -36,6 +40,24 @@ def _used_memory(group: Path) -> int:
     counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     cached = int(counts["inactive_file"]) + int(counts["active_file"])  # not tmpfs
     return int((group / "memory.current").read_text()) - max(0, cached - int(counts["file_mapped"]))
+
+
+def passing_memory(work: Callable[[], None]) -> int:
+    """Bytes that this process had in memory at `work`'s peak and has no more after it.
+
+    What `work` keeps or has mapped is not among them: `available_memory` knows of that. Where the kernel does not let the peak
+    begin anew it is that of the process's whole life: then this says too much, never too little.
+    """
+    with suppress(OSError):
+        (PROCESS / "clear_refs").write_text("5")  # proc(5): the peak is what is in memory now
+    work()
+    status = dict(line.split(":", 1) for line in (PROCESS / "status").read_text().splitlines())
+    peak = status.get("VmHWM", f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss} kB")  # gVisor does not say it
+    return max(0, _kib(peak) - _kib(status["VmRSS"])) * 1024
+
+
+def _kib(text: str) -> int:
+    return int(text.removesuffix("kB"))
 
 
 def compute_threads(cores: int, replicas: int, ranks: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 
 from gpu.attention import AttentionMetadata
-from gpu.machine import available_memory
+from gpu.machine import available_memory, passing_memory
 from gpu.plan import NewRequest, SamplingParams, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -41,9 +40,7 @@ class Profiler:
         """This rank's share of what the largest step leaves; ranks and replicas live in the same memory of a CPU."""
         utilization = self.config.cache.gpu_memory_utilization
         if self.device.type == "cpu":
-            before = _peak_rss()
-            self._largest_step()
-            activations = _peak_rss() - before
+            activations = passing_memory(self._largest_step)  # before `available_memory`: it also maps weights
             share = utilization * (available_memory() - activations)
             replicas = max(1, self.config.parallel.data_parallel_size)
             return max(0, int(min(share, MOST_CPU_KV_BYTES)) // (self.runner.group.size * replicas))
@@ -67,11 +64,12 @@ class Profiler:
         hidden = self._prompt_step(budget)
         rows = np.arange(self.config.max_num_seqs, dtype=np.int32)
         batch = self.runner.make_batch(min(budget, PROMPT_LEN))
-        few = 2  # compiles every filter; sampling needs no memory worth measuring
-        for row in range(min(few, len(rows))):
+        # A CPU filters logits in place: two rows compile all there is. On a GPU filters need more memory than the logits.
+        sampled = rows[:2] if self.device.type == "cpu" else rows
+        for row in sampled.tolist():
             batch.apply(_new_request_plan(row, _EVERY_FILTER if row else SamplingParams(temperature=0.0)))
         logits = self.runner.model.logits(hidden[torch.from_numpy(rows % budget)])
-        self.runner.sampler(logits[:few], rows[:few], batch)
+        self.runner.sampler(logits[: len(sampled)], sampled, batch)
 
     def _prompt_step(self, budget: int) -> torch.Tensor:
         """Hidden states of `budget` tokens, [budget, hidden], in prompts of at most PROMPT_LEN that overwrite each other's KV."""
@@ -99,7 +97,3 @@ def _new_request_plan(row: int, sampling: SamplingParams) -> SchedulerOutput:
     none = np.zeros(0, np.int32)
     request = NewRequest(row, np.zeros(2, np.int32), 1, 0, none, sampling, 0)
     return SchedulerOutput(0, [], [request], none, none, none, none, 0)
-
-
-def _peak_rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
