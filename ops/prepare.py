@@ -33,6 +33,8 @@ def check(config: ServeConfig) -> None:
     ):
         if value < 0:
             raise SettingError(f"--{name} must not be negative, as {value} is")
+    if config.parallel.distributed_executor_backend == "uni" and config.parallel.tensor_parallel_size > 1:
+        raise SettingError("--distributed-executor-backend uni runs one rank; --tensor-parallel-size above 1 needs mp")
     if not 0 < config.cache.gpu_memory_utilization <= 1:
         raise SettingError(f"--gpu-memory-utilization is a share above 0 and up to 1, not {config.cache.gpu_memory_utilization}")
     if config.api.api_key:
