@@ -2,8 +2,8 @@
 
 Two engines on two cores each compute in one thread while both are busy, as four threads would take each other's time slices; an
 engine that is alone with a long prompt has both for it. A core is a byte of a file, who has locked it the one that uses it, and the
-dead hold no locks. A step in one piece asks nobody: its threads, where there are more than two, work inside its operations
-(gpu.parts.Team).
+dead hold no locks. A step in one piece claims one core and runs whether it got it or not; its threads, where there are more than
+two, work inside its operations (gpu.parts.Team).
 """
 
 from __future__ import annotations

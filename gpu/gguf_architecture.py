@@ -10,13 +10,9 @@ from gguf.constants import GGMLQuantizationType
 
 from gpu.errors import CheckpointError
 from gpu.gguf import GGUFFile
+from gpu.models.config import ARCHITECTURES
 
-_HF_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+_HF_ARCHITECTURES = {ours: hf for hf, ours in ARCHITECTURES.items()}  # llama.cpp's names are headrace's
 _PERMUTED = ("llama", "mistral")  # llama.cpp pairs rotary dimensions (2i, 2i+1) here, Hugging Face (i, i + head_dim / 2) everywhere
 
 # Llama 3.1 and later: the only constants released; the file has just the resulting factors

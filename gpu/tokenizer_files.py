@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from gpu.errors import CheckpointError
 from gpu.gguf import GGUFFile
 from gpu.gguf_architecture import end_token_ids
 from gpu.gguf_tokenizer import build_tokenizer, special_token
+from gpu.model_files import find_model, read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # GGUF's names of generation_config.json's sampling defaults
@@ -34,9 +34,7 @@ class TokenizerFiles:
 
 def load_tokenizer_files(path: str | Path) -> TokenizerFiles:
     """Of a model directory or a GGUF file. Raises CheckpointError."""
-    place = Path(path).expanduser()
-    if not place.exists():
-        raise CheckpointError(f"there is no model at {path}")
+    place = find_model(path)
     return _from_directory(place) if place.is_dir() else _from_gguf(place)
 
 
@@ -61,7 +59,7 @@ def _from_gguf(path: Path) -> TokenizerFiles:
 def _from_directory(folder: Path) -> TokenizerFiles:
     tokenizer = _read_tokenizer(folder)
     config = _tokenizer_config(folder)
-    generation = _read_json(folder / "generation_config.json")
+    generation = read_json(folder / "generation_config.json")
     ends = _end_token_ids(folder, tokenizer, config.get("eos_token"), generation)
     template = _chat_template(folder, config.pop("chat_template", None))
     return TokenizerFiles(
@@ -96,9 +94,9 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json, special tokens flattened to their text; those it lacks out of special_tokens_map.json."""
-    config = _read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json")
     config.pop("added_tokens_decoder", None)  # tokenizer.json has them, and they are long
-    for name, token in _read_json(folder / "special_tokens_map.json").items():
+    for name, token in read_json(folder / "special_tokens_map.json").items():
         config.setdefault(name, token)
     for name, token in config.items():
         if isinstance(token, dict) and "content" in token:
@@ -115,29 +113,16 @@ def _chat_template(folder: Path, configured: Any) -> str | None:
         named = {entry.get("name"): entry.get("template") for entry in configured if isinstance(entry, dict)}
         configured = named.get("default")
     if configured is None:
-        configured = _read_json(folder / "chat_template.json").get("chat_template")
+        configured = read_json(folder / "chat_template.json").get("chat_template")
     return configured if isinstance(configured, str) else None
 
 
 def _end_token_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None, generation: dict[str, Any]) -> list[int]:
     """The tokenizer's, and those of generation_config.json or, where it has none, of config.json; of tokens the model has."""
-    model = _read_json(folder / "config.json")
+    model = read_json(folder / "config.json")
     named = generation.get("eos_token_id")
     if named is None:
         named = model.get("eos_token_id")
     candidates = [tokenizer.token_to_id(eos_token) if eos_token else None, *(named if isinstance(named, list) else [named])]
     size = model.get("vocab_size") or tokenizer.get_vocab_size()
     return list(dict.fromkeys(token for token in candidates if isinstance(token, int) and 0 <= token < size))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """{} where the file is not there."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return content

@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 from gpu.errors import CheckpointError
 from gpu.gguf import GGUFFile, TensorInfo
 from gpu.gguf_architecture import gguf_name, hf_config, permuted_heads
+from gpu.model_files import find_model, read_json
 from gpu.models.config import ArchitectureConfig
 from gpu.quantization import SUPPORTED_TYPES, dequantize, in_blocks, split_blocks
 from kernels.blocks import Blocks
-
-__all__ = ["Checkpoint", "CheckpointError", "DummyCheckpoint", "GGUFCheckpoint", "SafetensorsCheckpoint", "open_checkpoint"]
 
 _CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB of float32, which stays in the cache
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors
@@ -97,9 +96,7 @@ def open_checkpoint(path: str) -> Checkpoint:
 
     Raises CheckpointError with the reason otherwise.
     """
-    place = Path(path).expanduser()
-    if not place.exists():
-        raise CheckpointError(f"there is no model at {path}")
+    place = find_model(path)
     return SafetensorsCheckpoint(place) if place.is_dir() else GGUFCheckpoint(place)
 
 
@@ -107,11 +104,12 @@ class SafetensorsCheckpoint(Checkpoint):
     """A directory with config.json and either model.safetensors or the shards of model.safetensors.index.json."""
 
     def __init__(self, folder: Path):
-        config = _read_json(folder / "config.json")
-        if (folder / "generation_config.json").is_file():  # its end tokens, where it names them, are the complete ones
-            config |= {
-                k: v for k, v in _read_json(folder / "generation_config.json").items() if k == "eos_token_id" and v is not None
-            }
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"{folder} is not a model directory: it has no config.json")
+        config = read_json(folder / "config.json")
+        ends = read_json(folder / "generation_config.json").get("eos_token_id")
+        if ends is not None:  # they are the complete ones
+            config["eos_token_id"] = ends
         super().__init__(ArchitectureConfig.from_hf_config(config))
         self.folder = folder
         self._files = {path: _open_safetensors(path) for path in _safetensors_files(folder)}
@@ -281,23 +279,11 @@ def _noise(seed: int, name: str, start: int, count: int) -> NDArray[np.float32]:
     return (words.astype(np.float32) * 2.0**-31 - 1.0) * np.float32(3**0.5)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"{path.parent} is not a model directory: it has no {path.name}")
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return content
-
-
 def _safetensors_files(folder: Path) -> list[Path]:
     """The files that hold the weights: the index's shards where there is an index, else model.safetensors."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = _read_json(index).get("weight_map")
+        shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise CheckpointError(f"{index} has no weight_map")
         return [folder / name for name in sorted(set(shards.values()))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels import device
+from kernels import device, reference
 
 
 def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> None:
@@ -15,5 +15,4 @@ def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> None:
     if device.on_accelerator(logits):
         device.accelerated("min_p", "apply_min_p")(logits, min_p)
         return
-    threshold = logits.amax(dim=-1) + torch.log(min_p)
-    logits.masked_fill_(logits < threshold.unsqueeze(-1), -torch.inf)
+    reference.apply_min_p(logits, min_p)

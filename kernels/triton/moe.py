@@ -8,6 +8,7 @@ atomics; each writes its own row of the intermediate results: the same bits in e
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +30,12 @@ class Tile:
     num_stages: int
 
 
-# By (float32, the mean number of pairs an expert up to which a tile serves); 0 serves all.
+# By (float32, the mean number of pairs an expert up to which a tile serves).
 TILES = {
     (False, 16): Tile(16, 64, 128, 4, 3),
     (False, 64): Tile(64, 64, 64, 4, 4),
-    (False, 0): Tile(128, 64, 64, 8, 4),
-    (True, 0): Tile(16, 32, 32, 4, 2),
+    (False, math.inf): Tile(128, 64, 64, 8, 4),
+    (True, math.inf): Tile(16, 32, 32, 4, 2),
 }
 
 
@@ -51,7 +52,7 @@ def fused_experts(
     num_pairs = num_tokens * top_k
     is_wide = x.dtype == torch.float32
     mean = num_pairs // num_experts
-    tile = next((tile for (wide, limit), tile in TILES.items() if wide == is_wide and mean <= limit), TILES[is_wide, 0])
+    tile = next(tile for (wide, limit), tile in TILES.items() if wide == is_wide and mean <= limit)
     pairs, tile_experts = align_pairs(experts, num_experts, tile.rows)
     gated = torch.empty(num_pairs, intermediate, dtype=x.dtype, device=x.device)
     _multiply_experts(gated, x, gate_up, pairs, tile_experts, top_k, True, tile)

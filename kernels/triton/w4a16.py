@@ -9,6 +9,7 @@ split too, and a second kernel adds the parts, in their order. In how many parts
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -33,12 +34,12 @@ class Tile:
     num_stages: int
 
 
-# By (float32 activations, the number of rows up to which a tile serves); 0 serves all.
+# By (float32 activations, the number of rows up to which a tile serves).
 TILES = {
     (False, 16): Tile(64, 16, 4, 5),
     (False, 64): Tile(64, 64, 4, 4),
-    (False, 0): Tile(128, 128, 8, 3),
-    (True, 0): Tile(64, 16, 8, 2),
+    (False, math.inf): Tile(128, 128, 8, 3),
+    (True, math.inf): Tile(64, 16, 8, 2),
 }
 
 
@@ -60,7 +61,7 @@ def linear_w4a16(
     if rows == 0:
         return out
     is_wide = x.dtype == torch.float32
-    tile = next((tile for (wide, limit), tile in TILES.items() if wide == is_wide and rows <= limit), TILES[is_wide, 0])
+    tile = next(tile for (wide, limit), tile in TILES.items() if wide == is_wide and rows <= limit)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(out_features, tile.columns)
     steps = in_features // 2 // depth
     parts = _num_parts(rows, tiles, steps)

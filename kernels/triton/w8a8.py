@@ -5,6 +5,7 @@ float8 e4m3 needs sm_90; its sums leave the matrix units, which keep some 14 bit
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +24,9 @@ class Tile:
     num_stages: int
 
 
-# By the number of rows up to which a tile serves; the last serves all. Few rows: what counts is that weights of 4096 channels keep
+# By the number of rows up to which a tile serves. Few rows: what counts is that weights of 4096 channels keep
 # 128 multiprocessors busy, and that each has some 30 KB on their way.
-TILES = {16: Tile(16, 32, 256, 4, 4), 64: Tile(64, 64, 128, 4, 4), 0: Tile(128, 128, 128, 8, 4)}
+TILES = {16: Tile(16, 32, 256, 4, 4), 64: Tile(64, 64, 128, 4, 4), math.inf: Tile(128, 128, 128, 8, 4)}
 
 
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +60,7 @@ def linear_w8a8(
     if rows == 0:
         return out
     q, scales = quantize_rows(x, weight.dtype)
-    tile = next((tile for limit, tile in TILES.items() if rows <= limit), TILES[0])
+    tile = next(tile for limit, tile in TILES.items() if rows <= limit)
     _linear_w8a8_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(out_features, tile.columns),)](
         out,
         q,

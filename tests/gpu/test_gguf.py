@@ -15,11 +15,12 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
 
+from gpu.errors import CheckpointError
 from gpu.gguf import GGUFFile
 from gpu.gguf_architecture import end_token_ids, gguf_name, hf_config
 from gpu.quantization import SUPPORTED_TYPES, dequantize, split_blocks
 from gpu.tokenizer_files import load_tokenizer_files
-from gpu.weights import CheckpointError, open_checkpoint
+from gpu.weights import open_checkpoint
 from tests.gpu.gguf_files import HEAD_DIM, KV_HEADS, hf_tensors, write_gguf
 
 GOLDEN = json.loads(Path(__file__).with_name("ggml_blocks.json").read_text())  # made by make_ggml_blocks.py

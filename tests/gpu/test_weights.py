@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from gpu.errors import CheckpointError
 from gpu.models.config import ArchitectureConfig
-from gpu.weights import CheckpointError, DummyCheckpoint, open_checkpoint
+from gpu.weights import DummyCheckpoint, open_checkpoint
 from tests.gpu.gguf_files import HEADS, HIDDEN, KV_HEADS, LAYERS, MIDDLE, VOCAB, hf_tensors, write_gguf
 
 CONFIG = {
