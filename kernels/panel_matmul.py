@@ -95,7 +95,8 @@ def multiply(out, x, weights, begin, end):
     flat = out.reshape(-1)
     scratch = np.empty((HALF_ROWS, PANEL), np.float32)
     flat_scratch = scratch.reshape(-1)
-    share = PANEL // ((rows + HALF_ROWS - 1) // HALF_ROWS)  # elements of the next panel that each tile asks for, step by step
+    tiles = (rows + HALF_ROWS - 1) // HALF_ROWS
+    share = (PANEL + tiles - 1) // tiles  # elements of the next panel that each tile asks for, step by step
     for panel in range(begin, end):
         column = panel * PANEL
         is_whole = column + PANEL <= columns
