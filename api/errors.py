@@ -120,12 +120,14 @@ def phrase_error(status: int, detail: str | None = None) -> bytes:
     return error_body(detail or phrase, phrase, status)
 
 
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_REPORTED_INPUT else text[:MAX_REPORTED_INPUT] + "..."
+
+
 def _validation_message(errors: list[dict[str, Any]]) -> str:
     lines = [f"{len(errors)} validation error{'s' if len(errors) != 1 else ''}:"]
     for error in errors[:MAX_REPORTED_ERRORS]:
-        shown = repr(error.get("input"))
-        if len(shown) > MAX_REPORTED_INPUT:
-            shown = shown[:MAX_REPORTED_INPUT] + "..."
+        shown = _shortened(repr(error.get("input")))
         lines.append(f"  {_where(error)}: {error['msg']} (type={error['type']}, input={shown})")
     if len(errors) > MAX_REPORTED_ERRORS:
         lines.append(f"  ... and {len(errors) - MAX_REPORTED_ERRORS} more")
@@ -160,7 +162,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     headers = dict(error.headers) if error.headers else None
     detail = error.detail
     if error.status_code == 404 and detail == http.HTTPStatus(404).phrase:
-        detail = f"There is no {request.method} {request.url.path[:MAX_REPORTED_INPUT]} on this server."
+        detail = f"There is no {request.method} {_shortened(request.scope['path'])} on this server."
     return Response(phrase_error(error.status_code, detail), error.status_code, headers=headers, media_type="application/json")
 
 

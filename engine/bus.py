@@ -71,12 +71,17 @@ def _options(timeout: float) -> dict[str, Any]:
 
 def _translate(error: Exception) -> Exception:
     """What an error of redis-py means to the callers of the bus."""
-    message = str(error).rpartition(_ANNOTATION)[2].lstrip("('")
-    if isinstance(error, ResponseError) and message.startswith("FENCED"):
-        return Fenced(message)
-    if isinstance(error, OutOfMemoryError | MasterDownError) or message.startswith(_UNABLE):
-        return BusUnavailable(message)
-    return error
+    if isinstance(error, ResponseError) and _message(error).startswith("FENCED"):
+        return Fenced(_message(error))
+    return BusUnavailable(_message(error)) if _tells_unable(error) else error
+
+
+def _tells_unable(error: Exception) -> bool:
+    return isinstance(error, OutOfMemoryError | MasterDownError) or _message(error).startswith(_UNABLE)
+
+
+def _message(error: Exception) -> str:
+    return str(error).rpartition(_ANNOTATION)[2].lstrip("('")
 
 
 class _Patience:
@@ -124,7 +129,7 @@ class _Silence:
 
 def _first_error(answers: list[Any], keep_errors: bool) -> list[Any]:
     for answer in answers:
-        if isinstance(answer, _PASSING) or (isinstance(answer, Exception) and not keep_errors):
+        if isinstance(answer, Exception) and (not keep_errors or isinstance(answer, _PASSING) or _tells_unable(answer)):
             raise answer
     return answers
 

@@ -30,7 +30,7 @@ from engine.limits import DoesNotFit
 from engine.loop import EngineLoop
 from engine.outflow import Outflow
 from engine.protocol import PROTOCOL_VERSION, EngineInfo, TokenizerBundle, encode
-from gpu.errors import CheckpointError
+from gpu.errors import CheckpointError, UnsupportedConfiguration
 from gpu.executor import WorkerError
 from gpu.tokenizer_files import load_tokenizer_files
 
@@ -93,7 +93,7 @@ def run_engine(config: EngineConfig, progress_fd: int | None = None, shutdown_ti
     signals = StopSignals()
     try:
         return _serve(config, progress, signals, shutdown_timeout)
-    except (DoesNotFit, CheckpointError) as error:
+    except (DoesNotFit, CheckpointError, UnsupportedConfiguration) as error:
         logger.error("%s", error)
         progress.say("failed", message=str(error), permanent=True)
         return EXIT_CONFIG

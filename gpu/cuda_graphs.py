@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpu.attention import AttentionMetadata
-from gpu.errors import ConfigurationError
+from gpu.errors import UnsupportedConfiguration
 
 if TYPE_CHECKING:
     from gpu.batch import Step
@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 def capture_sizes(wanted: list[int], max_num_seqs: int) -> list[int]:
     """Ascending: `wanted`, or by default sizes of which none is much larger than the one before, each at most max_num_seqs.
 
-    Raises ConfigurationError for a size below 1.
+    Raises UnsupportedConfiguration for a size below 1.
     """
     if any(size < 1 for size in wanted):
-        raise ConfigurationError(f"--cuda-graph-sizes are numbers of requests, at least 1, not {wanted}")
+        raise UnsupportedConfiguration(f"--cuda-graph-sizes are numbers of requests, at least 1, not {wanted}")
     most = min(max_num_seqs, MOST_ROWS)
     sizes = wanted or [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, MOST_ROWS + 1, 32), most]
     return sorted({size for size in sizes if size <= (max_num_seqs if wanted else most)})

@@ -7,5 +7,5 @@ class CheckpointError(Exception):
     """A model path cannot be served; the message is one sentence that says why and, where there is one, what to do."""
 
 
-class ConfigurationError(ValueError):
+class UnsupportedConfiguration(ValueError):
     """Options that cannot work on this machine or together; the message is one sentence that names them and says why."""

@@ -24,6 +24,7 @@ from queue import SimpleQueue
 from typing import NoReturn, TypeVar
 
 from gpu.config import Capacity, WorkerConfig
+from gpu.errors import UnsupportedConfiguration
 from gpu.plan import ModelRunnerOutput, SchedulerOutput, decode_output, encode
 from gpu.rank_process import CERTAIN, KILL_SECONDS, RankProcess, Trouble
 from gpu.worker import (
@@ -73,11 +74,13 @@ class Executor(ABC):
 
     @classmethod
     def make(cls, config: WorkerConfig) -> Executor:
-        """By `distributed_executor_backend`. Raises ValueError for `uni` with more than one rank."""
+        """By `distributed_executor_backend`. Raises UnsupportedConfiguration for `uni` with more than one rank."""
         if config.parallel.distributed_executor_backend == "mp":
             return MultiprocExecutor(config)
         if config.parallel.tensor_parallel_size > 1:
-            raise ValueError("distributed_executor_backend uni runs one rank; tensor_parallel_size above 1 needs mp")
+            raise UnsupportedConfiguration(
+                "uni runs one rank: --tensor-parallel-size above 1 needs mp"
+            )
         return UniProcExecutor(config)
 
     @abstractmethod

@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 import torch
 import torch.nn.functional as F
 
-from gpu.errors import ConfigurationError
+from gpu.errors import UnsupportedConfiguration
 from gpu.packed import PackedMatrix
 from kernels import cpu_pairs
 from kernels.bfloat_matmul import bfloat_matmul, bfloat_rows
@@ -33,10 +33,10 @@ class Numerics:
 
     @classmethod
     def choose(cls, dtype: str, quantization: str, device: torch.device) -> Numerics:
-        """For the options --dtype and --quantization. Raises ConfigurationError for what `device` does not compute."""
+        """For the options --dtype and --quantization. Raises UnsupportedConfiguration for what `device` does not compute."""
         on_cpu = device.type == "cpu"
         if quantization != "none" and not on_cpu:
-            raise ConfigurationError(f"--quantization {quantization} is for the CPU; this engine runs on {device.type}")
+            raise UnsupportedConfiguration(f"--quantization {quantization} is for the CPU; this engine runs on {device.type}")
         if dtype == "auto":
             fast = not on_cpu or (quantization == "none" and cpu_pairs.is_fast())
             dtype = "bfloat16" if fast else "float16"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
+
+logger = logging.getLogger(__name__)
 
 PROCESS = Path("/proc/self")
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, where its own is the only one that it sees
@@ -48,8 +50,10 @@ def passing_memory(work: Callable[[], None]) -> int:
     What `work` keeps or has mapped is not among them: `available_memory` knows of that. Where the kernel does not let the peak
     begin anew it is that of the process's whole life: then this says too much, never too little.
     """
-    with suppress(OSError):
+    try:
         (PROCESS / "clear_refs").write_text("5")  # proc(5): the peak is what is in memory now
+    except OSError as error:
+        logger.warning("a step's memory is overestimated (%s); --kv-cache-memory-bytes says how much is for KV", error)
     work()
     status = dict(line.split(":", 1) for line in (PROCESS / "status").read_text().splitlines())
     peak = status.get("VmHWM", f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss} kB")  # gVisor does not say it

@@ -40,10 +40,11 @@ class Profiler:
         """This rank's share of what the largest step leaves; ranks and replicas live in the same memory of a CPU."""
         utilization = self.config.cache.gpu_memory_utilization
         if self.device.type == "cpu":
-            activations = passing_memory(self._largest_step)  # before `available_memory`: it also maps weights
-            share = utilization * (available_memory() - activations)
-            replicas = max(1, self.config.parallel.data_parallel_size)
-            return max(0, int(min(share, MOST_CPU_KV_BYTES)) // (self.runner.group.size * replicas))
+            self._largest_step()  # maps the weights and compiles, which is not what a step needs
+            activations = passing_memory(self._largest_step)
+            workers = self.runner.group.size * max(1, self.config.parallel.data_parallel_size)  # which all have steps
+            share = utilization * (available_memory() - workers * activations)
+            return max(0, int(min(share, MOST_CPU_KV_BYTES)) // workers)
         torch.cuda.reset_peak_memory_stats(self.device)
         self._largest_step()
         torch.cuda.synchronize(self.device)
@@ -64,12 +65,10 @@ class Profiler:
         hidden = self._prompt_step(budget)
         rows = np.arange(self.config.max_num_seqs, dtype=np.int32)
         batch = self.runner.make_batch(min(budget, PROMPT_LEN))
-        # A CPU filters logits in place: two rows compile all there is. On a GPU filters need more memory than the logits.
-        sampled = rows[:2] if self.device.type == "cpu" else rows
-        for row in sampled.tolist():
+        for row in rows.tolist():
             batch.apply(_new_request_plan(row, _EVERY_FILTER if row else SamplingParams(temperature=0.0)))
         logits = self.runner.model.logits(hidden[torch.from_numpy(rows % budget)])
-        self.runner.sampler(logits[: len(sampled)], sampled, batch)
+        self.runner.sampler(logits, rows, batch)
 
     def _prompt_step(self, budget: int) -> torch.Tensor:
         """Hidden states of `budget` tokens, [budget, hidden], in prompts of at most PROMPT_LEN that overwrite each other's KV."""

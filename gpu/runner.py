@@ -38,7 +38,7 @@ class ModelRunner:
     """`load`, `capacity`, `allocate_kv`, then `execute` a step after the other. All ranks of a group make the same calls."""
 
     def __init__(self, config: WorkerConfig, checkpoint: Checkpoint, device: torch.device, group: TensorParallelGroup) -> None:
-        """Raises CheckpointError or ConfigurationError for options that cannot work, before anything is loaded."""
+        """Raises CheckpointError or UnsupportedConfiguration for options that cannot work, before anything is loaded."""
         self.config = config
         self.checkpoint = checkpoint
         self.device = device

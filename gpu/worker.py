@@ -21,7 +21,7 @@ from typing import Protocol
 import msgspec
 
 from gpu.config import Capacity, WorkerConfig
-from gpu.errors import CheckpointError, ConfigurationError
+from gpu.errors import CheckpointError, UnsupportedConfiguration
 from gpu.plan import ModelRunnerOutput, SchedulerOutput, decode_plan, encode
 
 EXIT_SECONDS = 30.0  # how long a worker may outlive its executor's end of the channel, busy with a step or not
@@ -96,7 +96,7 @@ class Runner(Protocol):
 def make_runner(config: WorkerConfig, rank: int, init_method: str) -> Runner:
     """The runner of one rank, not loaded yet; joins the ranks' group, hence returns when all ranks have called it.
 
-    Raises CheckpointError, and ConfigurationError for options that this machine cannot serve.
+    Raises CheckpointError, and UnsupportedConfiguration for options that this machine cannot serve.
     """
     if config.model.load_format == "null":
         from gpu.null import NullRunner
@@ -117,7 +117,7 @@ def make_runner(config: WorkerConfig, rank: int, init_method: str) -> Runner:
     if use_cuda:
         num_ranks, num_gpus = config.parallel.tensor_parallel_size, torch.cuda.device_count()
         if num_gpus < num_ranks:
-            raise ConfigurationError(f"each rank takes a GPU of its own: {num_ranks} wanted, torch finds {num_gpus}")
+            raise UnsupportedConfiguration(f"each rank takes a GPU of its own: {num_ranks} wanted, torch finds {num_gpus}")
         torch.cuda.set_device(device)
     group = init_group(rank, config.parallel.tensor_parallel_size, init_method, device)
     return ModelRunner(config, checkpoint, device, group)
@@ -141,7 +141,7 @@ def describe(error: BaseException) -> str:
 
 def is_permanent(error: BaseException) -> bool:
     """The checkpoint or the configuration is at fault, which no new start mends."""
-    return isinstance(error, CheckpointError | ConfigurationError)
+    return isinstance(error, CheckpointError | UnsupportedConfiguration)
 
 
 class Worker:

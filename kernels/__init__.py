@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import numba
 
-_PREFIX = "kernels-"
+_NAME = re.compile("kernels-[0-9a-f]{16}")  # the folder may hold others' things
 _UNUSED_SECONDS = 30 * 86400.0
 
 
@@ -26,7 +27,7 @@ def _cache_directory() -> Path:
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    name = f"{_PREFIX}{digest.hexdigest()[:16]}"
+    name = f"kernels-{digest.hexdigest()[:16]}"
     try:
         told = os.environ.get("NUMBA_CACHE_DIR")
         folder = Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
@@ -46,7 +47,9 @@ def _cache_directory() -> Path:
 
 
 def _remove_unused(folder: Path) -> None:
-    for path in folder.glob(_PREFIX + "*"):
+    for path in folder.iterdir():
+        if not _NAME.fullmatch(path.name):
+            continue
         with suppress(FileNotFoundError):  # another process was faster
             if time.time() - path.stat().st_mtime > _UNUSED_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)

@@ -28,13 +28,14 @@ def show_configuration(resolved: Resolved) -> None:
 
 def show_derived(config: ServeConfig, infos: Sequence[EngineInfo], parallel: Mapping[str, str]) -> None:
     """What was settled since, by `serve` (`parallel`: why) and by the engines."""
-    rows = common_values([derived_values(config, info, parallel) for info in infos])
+    by_engine = [derived_values(config, info, parallel) for info in infos]
     if config.log.log_format == "json":
-        log.info(
-            "settled by the engine", extra={"config": {name: {"value": value, "reason": reason} for name, value, reason in rows}}
-        )
+        for info, rows in zip(infos, by_engine, strict=True):
+            facts = {name: {"value": value, "reason": reason} for name, value, reason in rows}
+            log.info("settled by the engine", extra={"engine": info.slot, "config": facts})
     else:
-        _show(("engine", name, str(value), reason) for name, value, reason in rows)
+        settled = common_values(by_engine)
+        _show(("engine", name, str(value), reason) for name, choices in settled for value, reason in choices)
 
 
 def show_ready(config: ServeConfig, url: str) -> None:

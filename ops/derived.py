@@ -37,14 +37,13 @@ def derived_values(config: ServeConfig, info: EngineInfo, parallel: Mapping[str,
     return rows
 
 
-def common_values(by_engine: Sequence[Sequence[Row]]) -> list[Row]:
-    """One row a setting; where engines settled it differently, with the value of each in their order, and every reason."""
-    rows: list[Row] = []
+def common_values(by_engine: Sequence[Sequence[Row]]) -> list[tuple[str, list[tuple[int | str, str]]]]:
+    """Of each setting, what the engines settled: (value, reason), once where all are of one mind, else of each in their order."""
+    settled = []
     for same in zip(*by_engine, strict=True):
-        values, reasons = [value for _, value, _ in same], dict.fromkeys(reason for _, _, reason in same)
-        value = values[0] if len(set(values)) == 1 else ", ".join(map(str, values))
-        rows.append((same[0][0], value, "; ".join(reasons)))
-    return rows
+        choices = [(value, reason) for _, value, reason in same]
+        settled.append((same[0][0], choices[:1] if len(set(choices)) == 1 else choices))
+    return settled
 
 
 def _budget_reason(config: ServeConfig, info: EngineInfo, by_device: str) -> str:

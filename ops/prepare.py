@@ -33,6 +33,10 @@ def check(config: ServeConfig) -> None:
     ):
         if value < 0:
             raise SettingError(f"--{name} must not be negative, as {value} is")
+    if 0 < config.parallel.data_parallel_size <= config.parallel.data_parallel_rank:
+        raise SettingError("--data-parallel-rank counts from 0 and must be less than --data-parallel-size")
+    if any(size < 1 for size in config.model.cuda_graph_sizes):
+        raise SettingError("--cuda-graph-sizes must each be at least 1")
     if config.parallel.distributed_executor_backend == "uni" and config.parallel.tensor_parallel_size > 1:
         raise SettingError("--distributed-executor-backend uni runs one rank; --tensor-parallel-size above 1 needs mp")
     if not 0 < config.cache.gpu_memory_utilization <= 1:

@@ -178,8 +178,12 @@ async def test_a_redis_that_is_busy_with_somebodys_script_is_away(own_server: Re
             endless = asyncio.create_task(asyncio.to_thread(somebody.eval, "while true do end", 0))
             while not is_busy(raw):
                 await asyncio.sleep(0)  # the thread has not come to it
-            await expect_away(bus, abus, "BUSY")
-            raw.script_kill()
+            try:
+                await expect_away(bus, abus, "BUSY")
+                with pytest.raises(BusUnavailable, match="BUSY"):
+                    await abus.run(calls.observe(MODEL))  # which tells other errors from each other itself
+            finally:
+                raw.script_kill()
             with pytest.raises(redis.ResponseError, match="killed"):
                 await endless
             bus.run(put("h"))

@@ -11,7 +11,7 @@ from gpu import cuda_graphs
 from gpu.batch import Batch
 from gpu.cuda_graphs import CudaGraphs, PaddedDecode, Shape, capture_sizes, make_graphs
 from gpu.distributed import TensorParallelGroup
-from gpu.errors import ConfigurationError
+from gpu.errors import UnsupportedConfiguration
 from gpu.kv_cache import KVCache
 from gpu.linear import Numerics
 from gpu.models import load_model
@@ -73,7 +73,7 @@ def test_default_sizes_serve_every_batch_with_little_padding(most):
 def test_wanted_sizes():
     assert capture_sizes([16, 4, 600, 4], 1000) == [4, 16, 600]
     assert capture_sizes([16, 4, 600], 64) == [4, 16]
-    with pytest.raises(ConfigurationError, match="at least 1"):
+    with pytest.raises(UnsupportedConfiguration, match="at least 1"):
         capture_sizes([4, 0], 64)
 
 

@@ -176,7 +176,7 @@ def test_capacity_is_that_of_the_smallest_rank(make_executor: StartExecutor) -> 
 
 
 def test_uni_is_one_rank() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size above 1 needs mp"):
+    with pytest.raises(ValueError, match="tensor-parallel-size above 1 needs mp"):
         Executor.make(_config("uni", 2))
 
 

@@ -67,12 +67,30 @@ def needed(step: Callable[[], None]) -> float:
     return AVAILABLE - before - left
 
 
-def test_weights_that_the_step_maps_are_taken_off_once(weights: mmap.mmap) -> None:
-    def step() -> None:
+@pytest.mark.parametrize("mapped_first", [True, False])
+def test_weights_that_the_step_maps_are_taken_off_once(weights: mmap.mmap, mapped_first: bool) -> None:
+    def map_weights() -> None:
         assert sum(weights[page] for page in range(0, len(weights), mmap.PAGESIZE)) == 0
+
+    def step() -> None:
+        for part in (map_weights, hold) if mapped_first else (hold, map_weights):
+            part()
+
+    def hold() -> None:
         hold_for_a_moment(32 * MIB)
 
     assert needed(step) == pytest.approx((64 + 32) * MIB, abs=CLOSE)
+
+
+def test_a_step_of_every_replica_has_its_memory() -> None:
+    def hold() -> None:
+        hold_for_a_moment(64 * MIB)
+
+    alone, several = StandIn(hold), StandIn(hold)
+    several.config.parallel.data_parallel_size = 4
+    utilization = several.config.cache.gpu_memory_utilization
+    less = alone.available_kv_bytes() - 4 * several.available_kv_bytes()
+    assert less == pytest.approx(utilization * 3 * 64 * MIB, abs=4 * CLOSE)
 
 
 def test_what_loading_held_hides_nothing_and_is_not_counted() -> None:
@@ -92,25 +110,20 @@ def test_a_kernel_that_keeps_the_peak_leaves_too_little_rather_than_too_much(
 
 
 def test_a_kernel_that_does_not_tell_the_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    resident = psutil.Process().memory_info().rss
-    (tmp_path / "status").write_text(f"Name:\tpython\nVmRSS:\t{resident // 1024} kB\nThreads:\t1\n")
+    (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t1000 kB\nThreads:\t1\n")
     monkeypatch.setattr(machine, "PROCESS", tmp_path)
-    assert needed(lambda: hold_for_a_moment(32 * MIB)) > 32 * MIB - CLOSE
+    monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=1300))
+    assert machine.passing_memory(lambda: None) == 300 * 1024
 
 
-@pytest.mark.parametrize(("device", "num_rows"), [("cpu", 2), ("cuda", 7)])
-def test_rows_that_the_largest_step_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, num_rows: int) -> None:
-    """All on a GPU, where what samples them takes memory; computed on the CPU here, whatever the profiler believes."""
+def test_the_largest_step_samples_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model("llama", tmp_path)
     runner = make_runner(make_config(tmp_path, max_num_seqs=7, budget=48))
-    profiler = Profiler(runner)
-    profiler.device = torch.device(device)
-    monkeypatch.setattr(profiler, "_prompt_step", lambda budget: torch.zeros(budget, runner.model.config.hidden_size))
     sampled = []
 
     def sample(logits: torch.Tensor, rows: np.ndarray, batch: Batch) -> None:
         sampled.append((len(logits), rows.tolist(), np.count_nonzero(batch.sampling.penalized)))
 
     monkeypatch.setattr(runner, "sampler", sample)
-    profiler._largest_step()
-    assert sampled == [(num_rows, list(range(num_rows)), num_rows - 1)]
+    Profiler(runner)._largest_step()
+    assert sampled == [(7, list(range(7)), 6)]

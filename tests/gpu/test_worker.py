@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu.distributed import TensorParallelGroup
-from gpu.errors import CheckpointError, ConfigurationError
+from gpu.errors import CheckpointError, UnsupportedConfiguration
 from gpu.linear import Numerics
 from gpu.runner import ModelRunner
 from gpu.weights import open_checkpoint
@@ -55,7 +55,7 @@ def test_fewer_gpus_than_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, nu
 
 
 def test_only_checkpoint_and_configuration_are_at_fault_for_good() -> None:
-    for error in (CheckpointError("why"), ConfigurationError("why")):
+    for error in (CheckpointError("why"), UnsupportedConfiguration("why")):
         assert is_permanent(error) and describe(error) == "why"
     for error in (ValueError("why"), RuntimeError("why"), MemoryError("why")):
         assert not is_permanent(error) and describe(error) == f"{type(error).__name__}: why"

@@ -68,6 +68,8 @@ def test_serve_has_a_flag_for_every_setting_under_the_title_of_its_section() -> 
         (["serve", "demo", "--model", "other"], 2, "model is given twice: `demo` and `other`"),
         (["serve", "demo", "--config", "absent.yaml"], 78, "headrace: cannot read the configuration file absent.yaml"),
         (["serve", "demo", "-tp", "2", "--distributed-executor-backend", "uni"], 78, "backend uni runs one rank; --tensor-"),
+        (["serve", "demo", "-dp", "2", "--data-parallel-rank", "2"], 78, "headrace: --data-parallel-rank counts from 0"),
+        (["serve", "demo", "--cuda-graph-sizes", "0"], 78, "headrace: --cuda-graph-sizes must each be at least 1"),
         (["serve", "demo", "--data-parallel-rank", "-1"], 78, "headrace: --data-parallel-rank must not be negative, as -1 is"),
         (["usage", "--since", "yesterday"], 2, "Invalid value for '--since': `yesterday` is not a day; write it as 2026-01-31"),
         (["ps", "--data-dir", "/no/such/place"], 1, "headrace: no `headrace serve` runs on /no/such/place"),

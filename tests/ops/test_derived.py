@@ -8,6 +8,8 @@ from ops.derived import Row, common_values
 def test_what_engines_settled_differently_is_told_of_each() -> None:
     first: list[Row] = [("device", "cpu", "no GPU is there"), ("max_num_batched_tokens", 512, "default on cpu")]
     second: list[Row] = [("device", "cpu", "no GPU is there"), ("max_num_batched_tokens", 256, "measured")]
-    assert common_values([first, first]) == first
-    assert common_values([first, second]) == [first[0], ("max_num_batched_tokens", "512, 256", "default on cpu; measured")]
+    device = ("device", [("cpu", "no GPU is there")])
+    assert common_values([first, first]) == [device, ("max_num_batched_tokens", [(512, "default on cpu")])]
+    differing = ("max_num_batched_tokens", [(512, "default on cpu"), (256, "measured")])
+    assert common_values([first, second]) == [device, differing]
     assert common_values([]) == []
