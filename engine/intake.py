@@ -151,9 +151,11 @@ class Intake:
     def _take_commands(self) -> None:
         last_id = "0"
         channels = (keys.wake_channel(self._model), keys.control_channel(self._model, self._slot))
+        is_away = False
         while not self._stopped.is_set():
             try:
                 with self._bus.subscribe(*channels) as subscription:
+                    is_away = False
                     while not self._stopped.is_set():
                         batch = self._bus.run(calls.read_control(self._model, self._slot, self._incarnation, last_id))
                         last_id = batch.last_id
@@ -162,5 +164,7 @@ class Intake:
                         if subscription.get(LOOK_SECONDS) is not None:
                             self._bell.set()
             except BusUnavailable as error:
-                logger.warning("Redis is away, no commands: %s", error)
+                if not is_away:  # told once, not at every try
+                    logger.warning("Redis is away, no commands: %s", error)
+                is_away = True
                 self._stopped.wait(0.1)

@@ -78,9 +78,7 @@ class Executor(ABC):
         if config.parallel.distributed_executor_backend == "mp":
             return MultiprocExecutor(config)
         if config.parallel.tensor_parallel_size > 1:
-            raise UnsupportedConfiguration(
-                "uni runs one rank: --tensor-parallel-size above 1 needs mp"
-            )
+            raise UnsupportedConfiguration("uni runs one rank: --tensor-parallel-size above 1 needs mp")
         return UniProcExecutor(config)
 
     @abstractmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,16 +22,27 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def total_memory() -> int:
+    """Bytes that the machine has, or its control group may have where that is less."""
+    return min(psutil.virtual_memory().total, _memory_limit() or sys.maxsize)
+
+
 def available_memory() -> int:
     """Bytes that this process may still use: the machine's, or what its control group leaves where that is less.
 
     Pages of files that it has read through a mapping, weights above all, are free to the kernel, not to us: they are read again.
     """
     available = psutil.virtual_memory().available - psutil.Process().memory_info().shared
-    limit = CONTROL_GROUP / "memory.max"
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - _used_memory(CONTROL_GROUP))
+    if limit := _memory_limit():
+        available = min(available, limit - _used_memory(CONTROL_GROUP))
     return max(0, available)
+
+
+def _memory_limit() -> int | None:
+    """Of the control group (version 2); None where it has none."""
+    limit = CONTROL_GROUP / "memory.max"
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return None if text == "max" else int(text)
 
 
 def _used_memory(group: Path) -> int:

@@ -15,7 +15,7 @@ from gpu.config import Capacity, WorkerConfig
 from gpu.cores import Cores
 from gpu.cuda_graphs import PaddedDecode, capture_sizes, make_graphs
 from gpu.distributed import TensorParallelGroup
-from gpu.errors import CheckpointError
+from gpu.errors import CheckpointError, UnsupportedConfiguration
 from gpu.kv_cache import KVCache
 from gpu.linear import DTYPES, Numerics
 from gpu.machine import compute_threads
@@ -70,6 +70,8 @@ class ModelRunner:
         available = profiler.available_kv_bytes()
         if cache.kv_cache_memory_bytes is not None:
             available = cache.kv_cache_memory_bytes
+            if self.device.type == "cpu" and available > (total := machine.total_memory()):  # which would be noticed only when used
+                raise UnsupportedConfiguration(f"--kv-cache-memory-bytes {available} is more than this machine has, {total}")
         return Capacity(
             max_model_len=model_config.max_position_embeddings,
             vocab_size=model_config.vocab_size,

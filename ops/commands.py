@@ -91,6 +91,8 @@ def abort(
     else:
         for result in results:
             click.echo(f"{result.id}: {result.state}, {result.output_tokens} tokens made")
+        if not results:
+            click.echo("no requests")
     return 0 if all(result.is_over for result in results) else 1
 
 
@@ -119,6 +121,8 @@ def usage(redis_url: str, data_dir: str, model: str | None, as_json: bool, since
     from ops import requests, tables
     from ops.usage import usage_rows
 
+    if since and until and until < since:
+        raise click.UsageError(f"--until {until} is before --since {since}")
     with requests.connect(_redis_url(redis_url, data_dir)) as bus:
         wanted = requests.models(bus, model)
         rows = [row for row in usage_rows(bus, since, until) if row.model in wanted]
@@ -165,6 +169,8 @@ def simulate(as_json: bool, **load: Any) -> None:
     from engine.simulate import Load, render
     from engine.simulate import simulate as run
 
+    if not load["prompts"] and not load["num_decodes"]:
+        raise click.UsageError("there is nothing to compute: give --prompt or --decodes")
     try:
         steps = list(run(Load(**load)))
     except ValueError as error:

@@ -28,7 +28,7 @@ def test_mapped_files_that_were_read_are_not_free(tmp_path: Path, monkeypatch: p
 @pytest.fixture
 def control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a container that may use 8 GiB and has 7, of which 5 are cached files, 2 of those mapped, on a machine with more."""
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 * GIB, total=96 * GIB))
     monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path)
     counts = {"anon": 2, "file": 5, "shmem": 0, "file_mapped": 2, "inactive_file": 3, "active_file": 2}
     (tmp_path / "memory.max").write_text(f"{8 * GIB}\n")
@@ -39,6 +39,7 @@ def control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_files_that_a_container_has_read_are_not_used_memory(control_group: Path) -> None:
     assert machine.available_memory() == (8 - 7 + 3) * GIB
+    assert machine.total_memory() == 8 * GIB
 
 
 def test_tmpfs_and_mapped_files_are_used_memory(control_group: Path) -> None:
@@ -50,6 +51,7 @@ def test_tmpfs_and_mapped_files_are_used_memory(control_group: Path) -> None:
 def test_a_container_without_a_limit_has_the_machines_memory(control_group: Path) -> None:
     (control_group / "memory.max").write_text("max\n")
     assert 63 * GIB < machine.available_memory() <= 64 * GIB
+    assert machine.total_memory() == 96 * GIB
 
 
 def test_a_full_container_has_none(control_group: Path) -> None:

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from gpu import machine
 from gpu.distributed import TensorParallelGroup
+from gpu.errors import UnsupportedConfiguration
 from gpu.plan import SamplingParams, SchedulerOutput, decode_output, decode_plan, encode
 from gpu.runner import ModelRunner, num_compute_threads
 from gpu.weights import open_checkpoint
@@ -204,6 +206,10 @@ def test_capacity(folder):
     assert 100 << 20 < capacity.available_kv_bytes <= 4 << 30
     config.cache.kv_cache_memory_bytes = 12345
     assert runner.capacity().available_kv_bytes == 12345
+    config.cache.kv_cache_memory_bytes = machine.total_memory() + 1
+    with pytest.raises(UnsupportedConfiguration, match="is more than this machine has"):
+        runner.capacity()
+    config.cache.kv_cache_memory_bytes = None
     other = make_runner(make_config(folder, dtype="bfloat16"))
     assert other.capacity().block_bytes == capacity.block_bytes // 2
     assert other.capacity().fingerprint != capacity.fingerprint == runner.capacity().fingerprint

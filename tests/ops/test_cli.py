@@ -72,6 +72,8 @@ def test_serve_has_a_flag_for_every_setting_under_the_title_of_its_section() -> 
         (["serve", "demo", "--cuda-graph-sizes", "0"], 78, "headrace: --cuda-graph-sizes must each be at least 1"),
         (["serve", "demo", "--data-parallel-rank", "-1"], 78, "headrace: --data-parallel-rank must not be negative, as -1 is"),
         (["usage", "--since", "yesterday"], 2, "Invalid value for '--since': `yesterday` is not a day; write it as 2026-01-31"),
+        (["usage", "--since", "2026-12-05", "--until", "2026-12-01"], 2, "--until 2026-12-01 is before --since 2026-12-05"),
+        (["simulate"], 2, "there is nothing to compute: give --prompt or --decodes"),
         (["ps", "--data-dir", "/no/such/place"], 1, "headrace: no `headrace serve` runs on /no/such/place"),
         (["engine", "demo", "--data-dir", "/no/such/place"], 1, "headrace: no `headrace serve` runs on /no/such/place"),
         (["simulate", "--decodes", "300"], 1, "headrace: 300 running decodes are more than max_num_seqs 256"),
