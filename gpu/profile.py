@@ -35,6 +35,7 @@ class Profiler:
         self.runner = runner
         self.config = runner.config
         self.device = runner.device
+        self.seconds_per_token = 0.0  # of the prompts in the largest step; on a GPU without the time that they then take
 
     def available_kv_bytes(self) -> int:
         """This rank's share of what the largest step leaves; ranks and replicas live in the same memory of a CPU."""
@@ -53,16 +54,12 @@ class Profiler:
         _, total = torch.cuda.mem_get_info(self.device)
         return max(0, int(utilization * total) - peak)
 
-    def seconds_per_token(self) -> float:
-        """In a step of one prompt; after `available_kv_bytes`, which compiles what it runs."""
-        started = time.perf_counter()
-        self._prompt_step(PROMPT_LEN)
-        return (time.perf_counter() - started) / PROMPT_LEN
-
     def _largest_step(self) -> None:
         """The whole token budget in prompts of PROMPT_LEN tokens, then logits and sampling of the most rows a step may have."""
         budget = self.config.max_num_batched_tokens
+        started = time.perf_counter()
         hidden = self._prompt_step(budget)
+        self.seconds_per_token = (time.perf_counter() - started) / budget
         rows = np.arange(self.config.max_num_seqs, dtype=np.int32)
         batch = self.runner.make_batch(min(budget, PROMPT_LEN))
         for row in rows.tolist():

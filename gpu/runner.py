@@ -84,7 +84,7 @@ class ModelRunner:
             ),
             available_kv_bytes=available,
             fingerprint=self.fingerprint,
-            profiled_seconds_per_token=profiler.seconds_per_token() if self.device.type == "cpu" else 0.0,
+            profiled_seconds_per_token=profiler.seconds_per_token if self.device.type == "cpu" else 0.0,
         )
 
     def allocate_kv(self, num_blocks: int, max_model_len: int) -> None:

@@ -54,7 +54,7 @@ def perplexity(logprobs):
 
 @pytest.fixture(scope="module")
 def windows(text):
-    return windows_of(text, 2000)
+    return windows_of(text, 1200)
 
 
 @pytest.fixture(scope="module")
