@@ -40,7 +40,7 @@ def numeric_classes() -> dict[str, dict[str, str]]:
         EXACT: {"dtype": "float32", "quantization": "none"},
         **{dtype: {"dtype": dtype, "quantization": "none", "kv_cache_dtype": "float32"} for dtype in HALVES},
         **{f"{dtype}, 16-bit KV": {"dtype": dtype, "quantization": "none"} for dtype in HALVES},
-        **{choice: {"quantization": choice} for choice in quantization.metadata["choices"] if choice != "none"},
+        **{choice: {"quantization": choice} for choice in quantization.metadata["choices"] if choice not in ("auto", "none")},
     }
 
 

@@ -32,9 +32,14 @@ class Numerics:
     quantization: str = "none"
 
     @classmethod
-    def choose(cls, dtype: str, quantization: str, device: torch.device) -> Numerics:
-        """For the options --dtype and --quantization. Raises UnsupportedConfiguration for what `device` does not compute."""
+    def choose(cls, dtype: str, quantization: str, device: torch.device, has_blocks: bool = False) -> Numerics:
+        """For the options --dtype and --quantization. `has_blocks`: the checkpoint has quantized blocks, whole on every rank.
+
+        Raises UnsupportedConfiguration for what `device` does not compute.
+        """
         on_cpu = device.type == "cpu"
+        if quantization == "auto":
+            quantization = "gguf" if on_cpu and has_blocks and dtype == "auto" else "none"
         if quantization != "none" and not on_cpu:
             raise UnsupportedConfiguration(f"--quantization {quantization} is for the CPU; this engine runs on {device.type}")
         if dtype == "auto":

@@ -36,6 +36,13 @@ def in_blocks(type: GGMLQuantizationType) -> bool:
     return type.name in _SPLITTERS
 
 
+def elements_of_scale(type: GGMLQuantizationType) -> int:
+    """Adjacent elements of a row that share a scale once `split_blocks` has taken them apart."""
+    if not in_blocks(type):
+        return 1
+    return 16 if type.name == "Q6_K" else 32
+
+
 def split_blocks(blocks: NDArray[np.uint8], type: GGMLQuantizationType) -> Blocks | None:
     """[rows, bytes] of whole blocks, taken apart and not computed with; None for a type whose elements stand alone."""
     if not in_blocks(type):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable
 
@@ -28,6 +29,8 @@ from gpu.sampler import Sampler, top_logprobs
 from gpu.weights import Checkpoint
 from kernels import cpu_threads
 
+logger = logging.getLogger(__name__)
+
 # Changes whenever kernels or layers change what they compute beyond the last bits of float32: engines of different numerics must
 # not take over each other's requests.
 NUMERICS_VERSION = 4
@@ -45,10 +48,21 @@ class ModelRunner:
         self.group = group
         if config.model.quantization == "gguf" and not checkpoint.is_quantized:
             raise CheckpointError(f"{checkpoint.describe()} has no quantized blocks: --quantization gguf is for GGUF files that do")
-        self.numerics = Numerics.choose(config.model.dtype, config.model.quantization, device)
+        self.numerics = self._choose_numerics()
         self.kv_dtype = _kv_dtype(config.cache.kv_cache_dtype, self.numerics)
         self.graph_sizes = capture_sizes(config.model.cuda_graph_sizes, config.max_num_seqs)
         self.sampler = Sampler(config.model.logprobs_mode)
+
+    def _choose_numerics(self) -> Numerics:
+        model, checkpoint = self.config.model, self.checkpoint
+        options = (model.dtype, model.quantization, self.device)
+        has_blocks = checkpoint.is_quantized and checkpoint.divides_blocks(self.group.size)
+        chosen = Numerics.choose(*options, has_blocks)
+        if self.group.rank == 0 and chosen != Numerics.choose(*options, checkpoint.is_quantized):
+            logger.warning(
+                "weights are %s instead of the file's own blocks, through which %d ranks would cut", chosen, self.group.size
+            )
+        return chosen
 
     def load(self, progress: Callable[[float], None]) -> None:
         num_threads = num_compute_threads(self.config)

@@ -24,10 +24,11 @@ from gpu.gguf import GGUFFile, TensorInfo
 from gpu.gguf_architecture import gguf_name, hf_config, permuted_heads
 from gpu.model_files import find_model, read_json
 from gpu.models.config import ArchitectureConfig
-from gpu.quantization import SUPPORTED_TYPES, dequantize, in_blocks, split_blocks
+from gpu.quantization import SUPPORTED_TYPES, dequantize, elements_of_scale, in_blocks, split_blocks
 from kernels.blocks import Blocks
 
 _CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB of float32, which stays in the cache
+ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")  # matrices whose columns are divided among ranks
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors
 
 
@@ -64,6 +65,10 @@ class Checkpoint(ABC):
         return None
 
     is_quantized = False  # some matrix is in blocks
+
+    def divides_blocks(self, num_ranks: int) -> bool:
+        """Whether every rank's columns of a row-parallel matrix are whole blocks."""
+        return True
 
     def stamp(self) -> str:
         """Changes when the files do, though not their lengths and headers; empty: no files."""
@@ -210,6 +215,10 @@ class GGUFCheckpoint(Checkpoint):
             raise CheckpointError(
                 f"tensor {name} cannot be divided among the ranks as it is quantized: {error}; use --quantization none"
             ) from None
+
+    def divides_blocks(self, num_ranks: int) -> bool:
+        row_parallel = [tensor for name, tensor in self._tensors.items() if name.endswith(ROW_PARALLEL)]
+        return all(tensor.shape[1] % (num_ranks * elements_of_scale(tensor.type)) == 0 for tensor in row_parallel)
 
     def stamp(self) -> str:
         return _stamp(self._file.path)

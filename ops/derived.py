@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from engine.config import ServeConfig
 from engine.limits import step_limits
 from engine.protocol import EngineInfo
+from gpu.config import PERPLEXITY_COSTS
 
 Row = tuple[str, int | str, str]  # setting, value, reason
 
@@ -20,8 +21,12 @@ def derived_values(config: ServeConfig, info: EngineInfo, parallel: Mapping[str,
     rows: list[Row] = [(name, getattr(config.parallel, name), why) for name, why in parallel.items()]
     if config.model.device == "auto":
         rows.append(("device", info.device, "a GPU is there" if info.device != "cpu" else "no GPU is there"))
+    quantization, _, dtype = info.dtype.rpartition("-")
+    if config.model.quantization == "auto":
+        rows.append(("quantization", quantization or "none", _quantization_reason(config, info, quantization)))
     if config.model.dtype == "auto":
-        rows.append(("dtype", info.dtype, by_device))
+        reason = "of what is not quantized" if quantization else f"{by_device}{_cost(dtype)}"
+        rows.append(("dtype", dtype, reason))
     if config.model.max_model_len is None:
         rows.append(("max_model_len", info.max_model_len, "the model's own"))
     elif config.model.max_model_len == -1:
@@ -35,6 +40,19 @@ def derived_values(config: ServeConfig, info: EngineInfo, parallel: Mapping[str,
         each = " in each engine" if config.parallel.data_parallel_size > 1 else ""
         rows.append(("num_gpu_blocks", info.num_blocks, f"what {size} leaves room for{each}, {info.block_size} tokens each"))
     return rows
+
+
+def _quantization_reason(config: ServeConfig, info: EngineInfo, quantization: str) -> str:
+    if quantization:
+        return f"the file's own blocks are fastest on a CPU{_cost(quantization)}; --dtype takes others"
+    if info.device == "cpu" and config.model.dtype != "auto":
+        return "dtype is given"
+    return "no quantized blocks that can be used as they are" if info.device == "cpu" else "for CPUs only"
+
+
+def _cost(numeric_class: str) -> str:
+    cost = PERPLEXITY_COSTS.get(numeric_class)
+    return f"; perplexity {cost} against float32" if cost else ""
 
 
 def common_values(by_engine: Sequence[Sequence[Row]]) -> list[tuple[str, list[tuple[int | str, str]]]]:

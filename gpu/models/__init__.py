@@ -32,8 +32,10 @@ def load_model(
 
     weights = weights or PrivateWeights()
     try:
-        model = CausalLM(ShardReader(checkpoint, numerics, device, group, progress, weights))
+        reader = ShardReader(checkpoint, numerics, device, group, progress, weights)
+        model = CausalLM(reader)
         weights.close()
+        reader.report()
     except BaseException:
         weights.abandon()
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from gpu.linear import Linear, Numerics, open_linear, pack
 from gpu.packed import PackedMatrix, PrivateWeights, SharedWeights
 from gpu.weights import Checkpoint
 from kernels.blocks import INT8_BLOCK, Blocks, join_rows
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class ShardReader:
         self._weights = weights
         self._names = frozenset(checkpoint.names())
         self._num_made = 0
+        self._without_blocks: list[str] = []  # matrices that the file does not quantize in blocks that a kernel multiplies
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -107,11 +111,18 @@ class ShardReader:
             if len(blocks) == len(slices):
                 joined = fill_up(join_rows(blocks), out_features)
                 return PackedMatrix.blocks(joined, joined.codes.shape[1])
+            self._without_blocks += [each.name for each in slices]
         tensors = [self.checkpoint.tensor(each.name, self.numerics.weights, each.rows, each.columns) for each in slices]
         weight = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
         if len(weight) < out_features:
             weight = torch.nn.functional.pad(weight, (0, 0, 0, out_features - len(weight)))
         return pack(weight, self.numerics)
+
+    def report(self) -> None:
+        """Once all layers are made: which matrices are not of the class that was asked for."""
+        if self._without_blocks:
+            count, first, kept = len(self._without_blocks), self._without_blocks[0], self.numerics.weights
+            logger.warning("%d matrices (%s, ...) are kept as %s: the file has no blocks of them to multiply", count, first, kept)
 
     def _bias(self, name: str, rows: slice | None = None) -> torch.Tensor:
         self._made(1)

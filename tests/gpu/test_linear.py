@@ -90,8 +90,8 @@ def test_int8_rows_of_zeros_nan_and_extremes():
 def test_choice_by_options(monkeypatch):
     monkeypatch.setattr(cpu_pairs, "is_fast", lambda: False)
 
-    def choose(dtype, quantization="none", device=CPU):
-        return Numerics.choose(dtype, quantization, device)
+    def choose(dtype, quantization="none", device=CPU, has_blocks=False):
+        return Numerics.choose(dtype, quantization, device, has_blocks)
 
     assert choose("auto") == Numerics(torch.float16, torch.float32)
     assert choose("float32") == Numerics(torch.float32, torch.float32)
@@ -106,6 +106,11 @@ def test_choice_by_options(monkeypatch):
     monkeypatch.setattr(cpu_pairs, "is_fast", lambda: True)
     assert choose("auto") == choose("bfloat16")
     assert choose("auto", "int8") == Numerics(torch.float16, torch.float32, "int8")
+    for has_blocks in (False, True):  # what is asked for is never changed
+        assert choose("float16", "auto", has_blocks=has_blocks) == choose("float16")
+        assert choose("auto", "none", has_blocks=has_blocks) == choose("auto", "auto") == choose("bfloat16")
+        assert choose("auto", "auto", torch.device("cuda"), has_blocks) == choose("auto", device=torch.device("cuda"))
+    assert choose("auto", "auto", has_blocks=True) == choose("auto", "gguf") == Numerics(torch.float16, torch.float32, "gguf")
 
 
 def test_bytes_kept():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType
 
 from gpu.distributed import TensorParallelGroup
 from gpu.errors import CheckpointError, UnsupportedConfiguration
@@ -15,6 +16,8 @@ from gpu.runner import ModelRunner
 from gpu.weights import open_checkpoint
 from gpu.worker import describe, is_permanent, make_runner
 from tests.gpu.engine_stub import make_config
+from tests.gpu.engine_stub import make_runner as make_stub_runner
+from tests.gpu.gguf_files import write_gguf
 from tests.gpu.tiny_models import save_model
 
 
@@ -59,3 +62,31 @@ def test_only_checkpoint_and_configuration_are_at_fault_for_good() -> None:
         assert is_permanent(error) and describe(error) == "why"
     for error in (ValueError("why"), RuntimeError("why"), MemoryError("why")):
         assert not is_permanent(error) and describe(error) == f"{type(error).__name__}: why"
+
+
+def chosen_class(model: Path, num_ranks: int = 1, **options: str) -> str:
+    config = make_config(model, **{"dtype": "auto", **options})
+    with open_checkpoint(str(model)) as checkpoint:
+        return str(ModelRunner(config, checkpoint, torch.device("cpu"), TensorParallelGroup(0, num_ranks)).numerics)
+
+
+def test_a_quantized_file_is_computed_as_it_is_unless_told_otherwise(
+    folder: Path, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kernels.cpu_pairs.is_fast", lambda: True)
+    assert chosen_class(smollm2_gguf) == "gguf-float16"
+    assert chosen_class(smollm2_gguf, dtype="float32") == "float32"
+    assert chosen_class(smollm2_gguf, quantization="none") == chosen_class(folder) == "bfloat16"
+    assert chosen_class(smollm2_gguf, num_ranks=3) == "gguf-float16"  # 576 and 1536 columns are 6 and 16 whole blocks a rank
+    assert not caplog.records
+    assert chosen_class(smollm2_gguf, num_ranks=5) == "bfloat16"
+    assert "instead of the file's own blocks, through which 5 ranks would cut" in caplog.text
+
+
+def test_matrices_without_blocks_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = [f"model.layers.{layer}.mlp.{name}_proj.weight" for layer in range(2) for name in ("gate", "up", "down")]
+    model = write_gguf(tmp_path / "model.gguf", types=dict.fromkeys(names, GGMLQuantizationType.Q8_0))
+    runner = make_stub_runner(make_config(model, dtype="auto"))
+    assert str(runner.numerics) == "gguf-float16"
+    # queries, keys, values and output of two layers, and the embedding
+    assert "9 matrices (model.embed_tokens.weight, ...) are kept as torch.float16: the file has no blocks of them" in caplog.text

@@ -56,7 +56,7 @@ def greedy_tokens_of_transformers(folder: Path, **where: Any) -> list[int]:
 
 
 def greedy_tokens_of_headrace(model: Path, data_dir: Path) -> list[int]:
-    with serving(str(model), "--max-model-len", "2048", data_dir=data_dir, ready=False) as server:
+    with serving(str(model), "--dtype", "float32", "--max-model-len", "2048", data_dir=data_dir, ready=False) as server:
         server.wait_ready(START_SECONDS)
         body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 16, "return_token_ids": True}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()
