@@ -47,7 +47,11 @@ class ApiConfig:
         list, "NAME=KEY for inference, NAME:admin=KEY to list, inspect and abort others' requests too; repeatable"
     )
     allow_no_auth: bool = option(False, "serve without keys on an address that is not loopback")
-    served_model_name: list[str] = option(list, "names that clients use for the model; default: from the path; repeatable")
+    served_model_name: list[str] = option(
+        list,
+        "names that clients use for the model; default: that of its file or directory as the path spells it, of a hub cache's "
+        "snapshot the repository's; repeatable",
+    )
     chat_template: str | None = option(None, "file with a Jinja chat template, instead of the model's own")
     trust_request_chat_template: bool = option(False, "let requests bring their own chat template")
     default_chat_template_kwargs: str | None = option(None, "JSON object of variables for every chat template")

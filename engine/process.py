@@ -14,7 +14,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -32,6 +31,7 @@ from engine.outflow import Outflow
 from engine.protocol import PROTOCOL_VERSION, EngineInfo, TokenizerBundle, encode
 from gpu.errors import CheckpointError, UnsupportedConfiguration
 from gpu.executor import WorkerError
+from gpu.model_files import model_name
 from gpu.tokenizer_files import load_tokenizer_files
 
 logger = logging.getLogger(__name__)
@@ -79,14 +79,6 @@ class StopSignals:
             raise SystemExit(0)
 
 
-def model_name(config: EngineConfig) -> str:
-    """The model's canonical name: the first served name, else what its path says."""
-    if config.served_model_name:
-        return config.served_model_name[0]
-    path = Path(config.model.model.rstrip("/"))
-    return path.stem if path.suffix == ".gguf" else path.name or "model"
-
-
 def run_engine(config: EngineConfig, progress_fd: int | None = None, shutdown_timeout: float = 0.0) -> int:
     """Serve one model on the Redis of `config.redis` until a signal; returns the exit code."""
     progress = Progress(progress_fd)
@@ -108,8 +100,8 @@ def run_engine(config: EngineConfig, progress_fd: int | None = None, shutdown_ti
 
 
 def _serve(config: EngineConfig, progress: Progress, signals: StopSignals, shutdown_timeout: float) -> int:
-    name = model_name(config)
     bundle = tokenizer_bundle(config)
+    name = (config.served_model_name or [model_name(config.model.model)])[0]
     core = EngineCore(config, progress.loading)
     try:
         with Bus(config.redis.redis_url) as bus:

@@ -22,7 +22,7 @@ def option(default: Any, help: str, **more: Any) -> Any:
 
 @dataclass
 class ModelConfig:
-    model: str = option("", "a safetensors directory, a .gguf file, or `demo`", positional=True)
+    model: str = option("", "a safetensors directory, a .gguf file or a directory with one, or `demo`", positional=True)
     dtype: str = option(
         "auto",
         "type of weights that are not quantized; auto: bfloat16 on GPUs and on CPUs that multiply it (AVX512_BF16), else float16. "

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from engine.config import ServeConfig
+from gpu.errors import CheckpointError
+from gpu.model_files import find_model, model_name
 from ops.errors import CommandError, SettingError
 from ops.settings import Resolved
 
@@ -16,8 +17,11 @@ def check(config: ServeConfig) -> None:
     """What can be told to be wrong before anything is started. Raises SettingError."""
     if not config.model.model:
         raise SettingError("no model: give a safetensors directory, a .gguf file, or `demo`")
-    if config.model.model != "demo" and config.model.load_format != "null" and not Path(config.model.model).exists():
-        raise SettingError(f"there is no model at {config.model.model}: give a safetensors directory, a .gguf file, or `demo`")
+    if config.model.model != "demo" and config.model.load_format != "null":
+        try:
+            find_model(config.model.model)
+        except CheckpointError as error:
+            raise SettingError(str(error)) from None
     for name, value in (
         ("api-server-count", config.api.api_server_count),
         ("tensor-parallel-size", config.parallel.tensor_parallel_size),
@@ -76,5 +80,4 @@ def place_weights(resolved: Resolved) -> None:
 def name_model(resolved: Resolved) -> None:
     """Settle under which name clients know the model, where no name was given."""
     if not resolved.config.api.served_model_name:
-        path = Path(resolved.config.model.model).resolve()
-        resolved.derive("served_model_name", [path.stem if path.suffix == ".gguf" else path.name], "from the path")
+        resolved.derive("served_model_name", [model_name(resolved.config.model.model)], "from the path")

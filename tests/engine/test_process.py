@@ -6,23 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
-
 from engine.config import EngineConfig, ModelConfig
-from engine.process import model_name, tokenizer_bundle
+from engine.process import tokenizer_bundle
 from engine.protocol import decode_bundle, encode
-
-
-@pytest.mark.parametrize(
-    ("path", "served", "expected"),
-    [
-        ("/models/SmolLM2-135M.Q4_1.gguf", [], "SmolLM2-135M.Q4_1"),
-        ("/models/Qwen3-0.6B/", [], "Qwen3-0.6B"),
-        ("/models/Qwen3-0.6B", ["qwen", "default"], "qwen"),
-    ],
-)
-def test_the_canonical_name(path: str, served: list[str], expected: str) -> None:
-    assert model_name(EngineConfig(model=ModelConfig(model=path), served_model_name=served)) == expected
 
 
 def test_the_tokenizer_crosses_whatever_else_its_configuration_says(smollm2_hf: Path, tmp_path: Path) -> None:
