@@ -77,9 +77,7 @@ def make_sampling_params(
         check_logprobs(field, count, limits)
     _check_stop(request)
     greedy = values.temperature < GREEDY_EPSILON
-    eos_token_ids = _eos_token_ids(tokenizer, generation_config)
-    _check_something_may_be_sampled(request, eos_token_ids, limits.vocab_size)
-    return SamplingParams(
+    sampling = SamplingParams(
         n=values.n,
         temperature=0.0 if greedy else max(values.temperature, MIN_TEMPERATURE),
         top_p=1.0 if greedy else values.top_p,
@@ -95,11 +93,13 @@ def make_sampling_params(
         max_tokens=max_tokens,
         min_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=_eos_token_ids(tokenizer, generation_config),
         stop_token_ids=_stop_token_ids(request.stop_token_ids, limits.vocab_size),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
+    _check_something_may_be_sampled(sampling, limits.vocab_size)
+    return sampling
 
 
 def stop_strings(request: SamplingFields) -> list[str]:
@@ -214,15 +214,21 @@ def _allowed_token_ids(token_ids: list[int] | None, vocab_size: int) -> list[int
     return sorted(set(token_ids))
 
 
-def _check_something_may_be_sampled(request: SamplingFields, eos_token_ids: list[int], vocab_size: int) -> None:
-    """Until min_tokens are made no token that ends the request is sampled: others must be left."""
-    if not request.min_tokens:
-        return
-    ends = {*(request.stop_token_ids or []), *([] if request.ignore_eos else eos_token_ids)}
-    left = set(request.allowed_token_ids) - ends if request.allowed_token_ids else len(ends) < vocab_size
-    if not left:
-        message = f"min_tokens={request.min_tokens} cannot be reached: every allowed token would end the output."
+def _check_something_may_be_sampled(sampling: SamplingParams, vocab_size: int) -> None:
+    """Some token is left by allowed_token_ids and bad words, also while `min_tokens` holds back those that end the output. Bad words
+    of several tokens may still leave none later: then the engine ends the request alone."""
+    allowed, banned = sampling.allowed_token_ids, {word[0] for word in sampling.bad_words_token_ids if len(word) == 1}
+    if not _leaves_some(allowed, banned, vocab_size):
+        message = "bad_words forbids every token that allowed_token_ids allows: there is none to sample."
+        raise BadRequest(message, param="bad_words")
+    if not _leaves_some(allowed, banned | sampling.held_back_token_ids, vocab_size):
+        message = f"min_tokens={sampling.min_tokens} cannot be reached: every allowed token would end the output."
         raise BadRequest(message, param="min_tokens")
+
+
+def _leaves_some(allowed: list[int], banned: set[int], vocab_size: int) -> bool:
+    """Of the allowed tokens, or of all where none are named."""
+    return not banned.issuperset(allowed) if allowed else len(banned) < vocab_size
 
 
 def _stop_token_ids(token_ids: list[int] | None, vocab_size: int) -> list[int]:

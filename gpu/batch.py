@@ -53,14 +53,14 @@ class Batch:
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_computed = np.zeros(max_num_seqs, np.int32)
         self.sampling = SamplingTable(max_num_seqs, vocab_size)
-        self.invalid_rows: dict[int, str] = {}  # new requests that cannot be computed, and why
+        self.failed_rows: dict[int, str] = {}  # why; until they are freed, because steps planned before go on computing them
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Frees rows, takes new requests, appends blocks."""
         for row in plan.freed_rows:
             self.num_tokens[row] = 0
             self.sampling.clear(row)
-        self.invalid_rows.clear()
+            self.failed_rows.pop(row, None)
         for request in plan.new_requests:
             self._take(request)
         self._grow(plan.grown_rows, plan.grown_blocks)
@@ -77,7 +77,7 @@ class Batch:
         row, token_ids = request.row, request.token_ids
         length = len(token_ids)
         if token_ids.min() < 0 or token_ids.max() >= self.vocab_size:
-            self.invalid_rows[row] = f"a token id of the prompt is outside the vocabulary of {self.vocab_size}"
+            self.failed_rows[row] = f"a token id of the prompt is outside the vocabulary of {self.vocab_size}"
             token_ids = np.zeros_like(token_ids)
         self.token_ids[row, :length] = token_ids
         self.num_tokens[row] = length
@@ -85,9 +85,15 @@ class Batch:
         self.num_computed[row] = request.num_computed_tokens
         self.num_blocks[row] = len(request.block_ids)
         self.block_tables[row, : len(request.block_ids)] = request.block_ids
-        reason = self.sampling.set(row, request.sampling, request.seed)
-        if reason is not None:
-            self.invalid_rows[row] = reason
+        if (reason := self._set_sampling(request)) is not None:
+            self.failed_rows[row] = reason
+
+    def _set_sampling(self, request: NewRequest) -> str | None:
+        """None, or why the row cannot be sampled: whatever its parameters are, they are no other row's concern."""
+        try:
+            return self.sampling.set(request.row, request.sampling, request.seed)
+        except Exception as error:
+            return f"the sampling parameters are out of range: {error}"
 
     def make_step(self, plan: SchedulerOutput) -> Step:
         rows, query_lens = plan.rows, plan.num_scheduled_tokens
@@ -118,9 +124,15 @@ class Batch:
             rows = np.arange(len(rows), dtype=np.int32)
         return AttentionMetadata(*(self._send(x) for x in (tables, rows, query_start, context_lens, slots)))
 
-    def advance(self, step: Step, rows: Int32Array, token_ids: Int32Array) -> None:
-        """After a step: its tokens are computed, and each of `rows` knows one token more."""
+    def failed_of(self, step: Step) -> dict[int, str]:
+        """Those of the step's rows that failed, in it or before, and why."""
+        return {row: self.failed_rows[row] for row in step.rows.tolist() if row in self.failed_rows} if self.failed_rows else {}
+
+    def advance(self, step: Step, token_ids: Int32Array) -> None:
+        """After a step: its tokens are computed, and each sampling row knows one token more, token_ids [num_sampled]. So does a
+        failed one, as the next step's plan supposes, though nobody is told its token."""
         self.num_computed[step.rows] += step.query_lens
+        rows = step.sampled_rows
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
 

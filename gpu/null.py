@@ -126,11 +126,11 @@ class NullRunner:
         token_ids = null_tokens(
             self.seeds[rows], self.num_tokens[rows].astype(np.uint64), self.lowest_token_id, self.settings.vocab_size
         )
+        self.num_tokens[rows] += 1
         logprobs, failed_rows = self._treat_careful_rows(rows, token_ids)
         if failed_rows:
             kept = ~np.isin(rows, list(failed_rows))
             rows, token_ids = rows[kept], token_ids[kept]
-        self.num_tokens[rows] += 1
         return ModelRunnerOutput(plan.step, rows, token_ids, logprobs, prompt_logprobs, failed_rows, time.perf_counter() - started)
 
     def _fails_while(self, phase: str) -> bool:
@@ -195,7 +195,7 @@ class NullRunner:
             if self._fails_alone(row):
                 failed[row] = f"seed {self.settings.fail_seed} fails, as {ENVIRONMENT_VARIABLE} orders"
                 continue
-            num_output = int(self.num_tokens[row] - self.num_prompt[row])
+            num_output = int(self.num_tokens[row] - self.num_prompt[row]) - 1  # before this token
             token_ids[index] = self._end_or_not(int(token_ids[index]), num_output, sampling)
             if sampling.logprobs is not None:
                 ids, values = self._top(int(token_ids[index]), sampling.logprobs)

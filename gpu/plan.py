@@ -50,6 +50,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def greedy(self) -> bool:
         return self.temperature < GREEDY_EPSILON
 
+    @property
+    def held_back_token_ids(self) -> frozenset[int]:
+        """What is not sampled before the output has `min_tokens` tokens: ids that end an output, ignored or not."""
+        return frozenset((*self.eos_token_ids, *self.stop_token_ids)) if self.min_tokens > 0 else frozenset()
+
 
 def child_seed(seed: int, choice: int) -> int:
     """The seed of choice `choice` of a request: the request's own for choice 0, else an odd-multiplier mix in 64 bits."""
@@ -112,7 +117,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     token_ids: Int32Array  # [num_sampled]
     logprobs: list[SampledLogprobs]
     prompt_logprobs: list[PromptLogprobs]
-    failed_rows: dict[int, str]  # row -> why; that request ends with an error, the others go on
+    failed_rows: dict[int, str]  # scheduled rows that failed, now or in a step before, and why; they sample nothing until freed
     forward_seconds: float
 
 

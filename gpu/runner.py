@@ -118,10 +118,10 @@ class ModelRunner:
         step = batch.make_step(plan)
         computed = self._compute_step(step, shares_kv=any(request.num_computed_tokens for request in plan.new_requests))
         prompt_logprobs = self._prompt_logprobs(step, [hidden for hidden, _ in computed])
-        output = _make_output(plan.step, prompt_logprobs=prompt_logprobs, failed_rows=dict(batch.invalid_rows))
-        if len(step.sampled):
-            self._sample(step, _join([logits for _, logits in computed]), output)
-        batch.advance(step, output.rows, output.token_ids)
+        output = _make_output(plan.step, prompt_logprobs=prompt_logprobs)
+        sampled = self._sample(step, _join([logits for _, logits in computed]), output) if len(step.sampled) else output.token_ids
+        batch.advance(step, sampled)
+        output.failed_rows = batch.failed_of(step)
         output.forward_seconds = time.perf_counter() - started
         return output
 
@@ -137,16 +137,16 @@ class ModelRunner:
         hidden = self.model.forward(step.token_ids[part.tokens], step.positions[part.tokens], self.kv, part.attention)
         return hidden, self.model.logits(hidden[part.last_tokens])
 
-    def _sample(self, step: Step, logits: torch.Tensor, output: ModelRunnerOutput) -> None:
-        rows = step.sampled_rows
+    def _sample(self, step: Step, logits: torch.Tensor, output: ModelRunnerOutput) -> Int32Array:
+        """Puts the tokens of rows that did not fail into `output`; returns those of all [num_sampled]."""
+        rows, failed = step.sampled_rows, self.batch.failed_rows
         sampled = self.sampler(logits, rows, self.batch)
         for place, reason in sampled.failed.items():
-            output.failed_rows.setdefault(int(rows[place]), reason)
-        kept: slice | np.ndarray = slice(None)
-        if output.failed_rows:
-            kept = ~np.isin(rows, list(output.failed_rows))
+            failed.setdefault(int(rows[place]), reason)
+        kept = ~np.isin(rows, list(failed)) if failed else slice(None)
         output.rows, output.token_ids = rows[kept], sampled.token_ids[kept]
-        output.logprobs = [entry for entry in sampled.logprobs if entry.row not in output.failed_rows]
+        output.logprobs = [entry for entry in sampled.logprobs if entry.row not in failed]
+        return sampled.token_ids
 
     def _prompt_logprobs(self, step: Step, hidden_parts: list[torch.Tensor]) -> list[PromptLogprobs]:
         batch = self.batch
@@ -159,7 +159,7 @@ class ModelRunner:
             row = int(step.rows[i])
             first = int(batch.num_computed[row])
             count = min(int(step.query_lens[i]), int(batch.num_prompt_tokens[row]) - 1 - first)
-            if count > 0 and row not in batch.invalid_rows:
+            if count > 0 and row not in batch.failed_rows:
                 begin = int(step.query_start[i])
                 targets = batch.token_ids[row, first + 1 : first + 1 + count]
                 k = int(batch.sampling.num_prompt_logprobs[row])

@@ -44,12 +44,12 @@ class TokenRules:
         named = [*sampling.allowed_token_ids, *sampling.logit_bias, *(token for word in words for token in word)]
         if named and not 0 <= min(named) <= max(named) < self.vocab_size:
             return f"sampling parameters name a token id outside the vocabulary of {self.vocab_size}"
-        ends = {*sampling.eos_token_ids, *sampling.stop_token_ids} if sampling.min_tokens > 0 else set()
+        ends = sampling.held_back_token_ids
+        self._ruled[row] = bool(named or ends)  # first: were anything wrong below, `clear` would still take back what went in
         self._allowed = _extend(self._allowed, ((row, token) for token in sampling.allowed_token_ids))
         self._biased = _extend(self._biased, ((row, *pair) for pair in sampling.logit_bias.items()))
         self._ends = _extend(self._ends, ((row, end, sampling.min_tokens) for end in ends if 0 <= end < self.vocab_size))
         self._add_bad_words(row, words)
-        self._ruled[row] = bool(named or ends)
         return None
 
     def clear(self, row: int) -> None:

@@ -54,6 +54,21 @@ BAD_VALUES: list[Case] = [
         "min_tokens",
         **{"min_tokens": 3, "max_tokens": 4, "allowed_token_ids": [2]},
     ),
+    text(
+        "min_tokens=3 cannot be reached: every allowed token would end the output.",
+        "min_tokens",
+        **{"min_tokens": 3, "max_tokens": 4, "allowed_token_ids": [2], "ignore_eos": True},
+    ),
+    text(
+        "min_tokens=3 cannot be reached: every allowed token would end the output.",
+        "min_tokens",
+        **{"min_tokens": 3, "max_tokens": 4, "allowed_token_ids": [2, 28], "bad_words": [","]},
+    ),
+    text(
+        "bad_words forbids every token that allowed_token_ids allows: there is none to sample.",
+        "bad_words",
+        **{"max_tokens": 8, "allowed_token_ids": [28], "bad_words": [","]},
+    ),
     text("min_tokens must be less than or equal to max_tokens=4, got 5.", "min_tokens", min_tokens=5, max_tokens=4),
     text("max_tokens must be at least 1, got 0.", "max_tokens", max_tokens=0),
     text("max_tokens must be at least 1, got -1.", "max_tokens", max_tokens=-1),

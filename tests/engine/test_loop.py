@@ -180,6 +180,24 @@ async def test_an_abort_read_before_its_request_wins(engine: RunningEngine, clie
     await settled(engine)
 
 
+async def test_a_row_that_fails_ends_alone_though_the_next_step_is_planned(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.002,fail_seed=77")
+    engine = start_engine()
+    good = make_request(client, max_tokens=100)
+    (stream,) = await add(client, good)
+    await anext(stream)
+    bad = [(await add(client, make_request(client, seed=77)))[0] for _ in range(3)]
+    for tokens, ends in await asyncio.gather(*map(collect, bad)):
+        assert (tokens, ends[0].reason) == ([[]], FinishReason.ERROR)
+        assert ends[0].error is not None and "seed 77 fails" in ends[0].error
+    tokens, _ = await collect(stream)
+    assert tokens[0] == expected(good)[100 - len(tokens[0]) :]
+    await settled(engine)
+    assert engine.error is None
+
+
 async def test_the_list_tells_how_far_a_running_request_is(
     start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

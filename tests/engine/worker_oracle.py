@@ -70,6 +70,7 @@ class Row:
     seed: int
     digests: list[int] = field(default_factory=list)  # of the tokens up to each position
     spoiled: bool = False  # something it computed came from a failed row's KV
+    failed: bool = False  # samples nothing any more
 
 
 class WorkerOracle:
@@ -101,8 +102,11 @@ class WorkerOracle:
         assert {new.row for new in plan.new_requests} <= rows.keys(), "a request is sent and not computed"
         for row, count in rows.items():
             self._write(row, count)
+        for number in self.failing & rows.keys():
+            self.rows[number].failed = True
+        self.failing -= rows.keys()
         for row, count in rows.items():
-            if row in self.failing or not self._read(row, count):
+            if self.rows[row].failed or not self._read(row, count):
                 self._spoil(row, count)
         return self._answer(plan.step, rows)
 
@@ -170,9 +174,9 @@ class WorkerOracle:
             row = self.rows[number]
             first = row.num_computed
             row.num_computed += count
-            if number in self.failing:
+            if row.failed:
                 output.failed_rows[number] = "logits are not finite"
-                if row.num_computed == len(row.tokens):  # a step planned ahead may go on from a token that means nothing
+                if row.num_computed == len(row.tokens):  # a step planned ahead goes on from a token that means nothing
                     row.tokens.append(0)
                     row.digests.append(_extend(row.digests[-1], 0))
                 continue
@@ -189,7 +193,6 @@ class WorkerOracle:
                 if row.sampling.logprobs is not None:
                     ids = np.array([token], np.int32)
                     output.logprobs.append(SampledLogprobs(number, ids, np.zeros(1, np.float32), 1))
-        self.failing -= output.failed_rows.keys()
         output.rows, output.token_ids = np.array(sampled, np.int32), np.array(tokens, np.int32)
         return output
 

@@ -42,7 +42,7 @@ def test_sampled_tokens_are_the_next_steps_input():
     batch = make_batch()
     plan = make_plan(rows=(1,), counts=(2,), new=[(1, [5, 6], 2, 0, [3])])
     batch.apply(plan)
-    batch.advance(batch.make_step(plan), int32(1), int32(42))
+    batch.advance(batch.make_step(plan), int32(42))
     plan = make_plan(rows=(1,), counts=(1,))
     batch.apply(plan)
     step = batch.make_step(plan)
@@ -69,7 +69,7 @@ def test_rows_of_the_longest_request_and_a_little_beyond_fit():
     batch = make_batch()
     plan = make_plan(rows=(0,), counts=(1,), new=[(0, range(40), 40, 39, range(1, 11))])
     batch.apply(plan)
-    batch.advance(batch.make_step(plan), int32(0), int32(7))
+    batch.advance(batch.make_step(plan), int32(7))
     plan = make_plan(rows=(0,), counts=(1,), grown=[(0, 11)])
     batch.apply(plan)
     assert batch.make_step(plan).attention.slots.tolist() == [44]

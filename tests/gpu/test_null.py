@@ -171,6 +171,8 @@ def test_a_row_may_fail_alone() -> None:
     output = runner.execute(_step(_request(seed=9), _request(row=1, seed=8), row_0=3, row_1=3))
     assert list(output.failed_rows) == [0]
     assert output.rows.tolist() == [1]
+    output = runner.execute(_step(row_0=1, row_1=1))  # planned before the failure was known
+    assert (list(output.failed_rows), output.rows.tolist()) == ([0], [1])
     assert runner.execute(_step(freed=[0], row_1=1)).rows.tolist() == [1]
 
 

@@ -188,6 +188,40 @@ def test_a_step_planned_before_a_failure_was_known_is_harmless(driver):
     driver.run({0: len(first), 1: len(second)})
     output = driver.run({0: 1, 1: 1})
     assert output.rows.tolist() == [1]
+    assert "leave no token" in output.failed_rows[0]
+
+
+def test_a_row_that_fails_after_some_tokens_is_accounted_for_in_the_step_planned_ahead(driver):
+    """Each scheduled row that would sample is either sampled or failed, in every step until the row is freed."""
+    text = prompts(1)[0]
+    driver.add(0, text, SamplingParams(temperature=0.0, allowed_token_ids=[7], bad_words_token_ids=[[7, 7, 7]]))
+    driver.add(1, text)
+    outputs = [driver.run({0: len(text), 1: len(text)}), driver.run({0: 1, 1: 1})]
+    for output in outputs:
+        assert (output.rows.tolist(), output.failed_rows) == ([0, 1], {})
+    for _ in range(2):
+        output = driver.run({0: 1, 1: 1})
+        assert output.rows.tolist() == [1]
+        assert list(output.failed_rows) == [0]
+    driver.remove(0)
+    driver.add(0, text)
+    output = driver.run({0: len(text), 1: 1})
+    assert (sorted(output.rows.tolist()), output.failed_rows) == ([0, 1], {})
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [{"top_k": 2**40}, {"min_tokens": 2**70, "eos_token_ids": [2]}, {"logprobs": -7}, {"logit_bias": {2**70: 1.0}}],
+    ids=str,
+)
+def test_parameters_beyond_the_columns_fail_one_row(driver, extreme):
+    text = prompts(1)[0]
+    driver.add(0, text, SamplingParams(**extreme))
+    driver.add(1, text, SamplingParams(temperature=0.7, logit_bias={5: 1.0}))
+    output = driver.run({0: len(text), 1: len(text)})
+    assert output.rows.tolist()[-1] == 1
+    driver.remove(0)
+    assert driver.run({1: 1}).rows.tolist() == [1]
 
 
 def test_an_empty_step_only_applies_differences(runner):
