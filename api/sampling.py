@@ -215,8 +215,8 @@ def _allowed_token_ids(token_ids: list[int] | None, vocab_size: int) -> list[int
 
 
 def _check_something_may_be_sampled(sampling: SamplingParams, vocab_size: int) -> None:
-    """Some token is left by allowed_token_ids and bad words, also while `min_tokens` holds back those that end the output. Bad words
-    of several tokens may still leave none later: then the engine ends the request alone."""
+    """Refuses where allowed_token_ids, bad words and min_tokens leave no token for the first place. Bad words of several tokens may
+    still leave none later: then the engine ends that request alone."""
     allowed, banned = sampling.allowed_token_ids, {word[0] for word in sampling.bad_words_token_ids if len(word) == 1}
     if not _leaves_some(allowed, banned, vocab_size):
         message = "bad_words forbids every token that allowed_token_ids allows: there is none to sample."
