@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.concurrency import run_in_threadpool
@@ -17,9 +15,7 @@ from starlette.types import ASGIApp
 
 from api import chat, completions, health, models, requests, tokenize
 from api.auth import Authentication, check_exposure
-from api.direct import DirectRoutes
 from api.errors import install_error_handlers
-from api.headers import JSON_TYPE, media_type
 from api.middleware import BodyLimit, RequestContext
 from api.schemas import ErrorAnswer
 from api.service import Service, service_of
@@ -43,8 +39,7 @@ async def metrics(request: Request) -> Response:
 
 
 class Application(FastAPI):
-    """`state.service` is `service`. The layers that everything passes are around FastAPI's own, and what needs none of those goes
-    past them."""
+    """`state.service` is `service`. The layers that everything passes are around FastAPI's own."""
 
     def __init__(self, service: Service, **more: Any) -> None:
         super().__init__(**more)
@@ -53,7 +48,7 @@ class Application(FastAPI):
     def build_middleware_stack(self) -> ASGIApp:
         service: Service = self.state.service
         config = service.config
-        app: ASGIApp = DirectRoutes(super().build_middleware_stack(), (chat.router, completions.router), config.max_request_bytes)
+        app: ASGIApp = BodyLimit(super().build_middleware_stack(), config.max_request_bytes)
         app = Authentication(app, service.keys)
         if config.allowed_origins:
             app = CORSMiddleware(app, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
@@ -86,32 +81,8 @@ def create_app(config: ApiConfig, redis_config: RedisConfig) -> Application:
         openapi_url=None if config.disable_fastapi_docs else "/openapi.json",  # without it there are no pages either
     )
     for module in (chat, completions, models, tokenize, requests):
-        app.include_router(module.router, dependencies=[Depends(demand_json)], responses=ERRORS)
+        app.include_router(module.router, responses=ERRORS)
     app.include_router(health.router)
     app.include_router(metrics_router)
     install_error_handlers(app)
-    app.add_middleware(BodyLimit, max_bytes=config.max_request_bytes)
     return app
-
-
-async def demand_json(request: Request) -> None:
-    """Bodies are JSON and say so; anything else is a 400, as with vLLM."""
-    if request.method != "POST" or request.url.path.endswith("/cancel"):
-        return
-    found = media_type(request.scope)
-    if found != JSON_TYPE:
-        message = "Unsupported Media Type: Only 'application/json' is allowed"
-        fault = {"type": "media_type", "loc": ("header", "content-type"), "msg": message, "input": found}
-        raise RequestValidationError([fault])
-    _demand_unicode(await request.body())
-
-
-def _demand_unicode(body: bytes) -> None:
-    """JSON can spell a lone surrogate (\\ud800), which no text is made of and nothing behind the parser could encode."""
-    if b"\\ud" in body or b"\\uD" in body:
-        try:
-            json.dumps(json.loads(body), ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            message = "The body has a lone surrogate, which is not Unicode text"
-            shown = f"\\u{ord(error.object[error.start]):04x}"
-            raise RequestValidationError([{"type": "unicode", "loc": ("body",), "msg": message, "input": shown}]) from error

@@ -13,6 +13,7 @@ from api.choice import ChoiceOutput
 from api.errors import BadRequest
 from api.format import AnswerFormat, WholeChoice
 from api.generation import Generation, Task
+from api.json_route import JsonRoute
 from api.prompts import Prompt, Truncation, check_truncation, render_chat, tokenize_text
 from api.refusals import check_chat
 from api.sampling import OutputBudget, check_budget, check_logprobs, default_max_tokens, make_sampling_params, stop_strings
@@ -24,7 +25,7 @@ from api.submit import admit, answer_headers, submit
 from api.template import ChatTemplate
 from engine.config import ApiConfig
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 ROLE = "assistant"
 
 

@@ -12,6 +12,7 @@ from api.answer import answer
 from api.choice import ChoiceOutput, TokenLogprobs
 from api.format import AnswerFormat, WholeChoice
 from api.generation import Generation, Task
+from api.json_route import JsonRoute
 from api.prompts import Prompt, Truncation, check_truncation, checked, completion_prompts, tokenize_text
 from api.refusals import check_completion
 from api.sampling import OutputBudget, check_budget, default_max_tokens, make_sampling_params, stop_strings
@@ -23,7 +24,7 @@ from api.submit import admit, answer_headers, submit
 from engine.config import ApiConfig
 from engine.protocol import SamplingParams
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 LIGHT_TOKENS = 1024  # checked in 0.1 ms
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import http
 import logging
 import re
+import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -20,12 +23,15 @@ from engine.bus import BusUnavailable
 
 logger = logging.getLogger("headrace.api")
 
-MAX_REPORTED_ERRORS = 10  # entries of a body validation error that are told
+MAX_REPORTED_ERRORS = 10  # entries of a validation error that are told
 MAX_REPORTED_INPUT = 200  # characters of an offending value that are repeated
 MAX_MESSAGE = 4000  # characters: a message may repeat what a client sent
 RETRY_AFTER = {"Retry-After": "1"}  # seconds; a restarted engine takes longer, but who asks again costs nothing
 REDIS_AWAY = "Redis is not reachable. Try again later."
 
+_REPR = reprlib.Repr()  # looks at the beginning of a value alone, however large it is
+_REPR.maxstring = _REPR.maxother = 2 * MAX_REPORTED_INPUT
+_REPR.maxlist = _REPR.maxdict = 16
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")
 _FRAME = re.compile(r'File "[^"]*", line \d+(, in [\w.<>]+)?')
 _PATH = re.compile(r"(?<![\w:/.])/(?:[\w.+-]+/)+[\w.+-]+")
@@ -42,6 +48,27 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.headers = headers or {}
+
+
+class InvalidRequest(ApiError):
+    """The body, the query or a header has the wrong shape.
+
+    `faults`: pydantic's entries, each with `loc`, `msg`, `type` and, where there is one, the offending `input`.
+    """
+
+    status = 400
+    type = "Bad Request"
+
+    def __init__(self, faults: Sequence[Any]) -> None:
+        lines = [f"{len(faults)} validation error{'s' if len(faults) != 1 else ''}:"]
+        lines += [f"  {_where(each)}: {each['msg']} (type={each['type']}{_shown(each)})" for each in faults[:MAX_REPORTED_ERRORS]]
+        if len(faults) > MAX_REPORTED_ERRORS:
+            lines.append(f"  ... and {len(faults) - MAX_REPORTED_ERRORS} more")
+        super().__init__("\n".join(lines), _where(faults[0]) if faults else None)
+
+    @classmethod
+    def of_body(cls, error: ValidationError) -> InvalidRequest:
+        return cls([{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors(include_url=False, include_context=False)])
 
 
 class BadRequest(ApiError):
@@ -101,6 +128,10 @@ def error_response(error: ApiError) -> Response:
     return Response(body_of(error), error.status, headers=error.headers, media_type="application/json")
 
 
+def json_response(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
 def body_of(error: ApiError) -> bytes:
     """`error` as the JSON of a response body or of a stream's error event."""
     return error_body(error.message, error.type, error.status, error.param)
@@ -120,30 +151,19 @@ def phrase_error(status: int, detail: str | None = None) -> bytes:
     return error_body(detail or phrase, phrase, status)
 
 
+def _where(fault: dict[str, Any]) -> str:
+    return ".".join(str(part) for part in fault["loc"])
+
+
+def _shown(fault: dict[str, Any]) -> str:
+    """The offending value, in part where it is large. Of broken JSON it would be all of the body."""
+    if "input" not in fault or fault["type"] == "json_invalid":
+        return ""
+    return f", input={_shortened(_REPR.repr(fault['input']))}"
+
+
 def _shortened(text: str) -> str:
     return text if len(text) <= MAX_REPORTED_INPUT else text[:MAX_REPORTED_INPUT] + "..."
-
-
-def _validation_message(errors: list[dict[str, Any]]) -> str:
-    lines = [f"{len(errors)} validation error{'s' if len(errors) != 1 else ''}:"]
-    for error in errors[:MAX_REPORTED_ERRORS]:
-        shown = _shortened(repr(error.get("input")))
-        lines.append(f"  {_where(error)}: {error['msg']} (type={error['type']}, input={shown})")
-    if len(errors) > MAX_REPORTED_ERRORS:
-        lines.append(f"  ... and {len(errors) - MAX_REPORTED_ERRORS} more")
-    return "\n".join(lines)
-
-
-def _readable(error: dict[str, Any]) -> dict[str, Any]:
-    """An entry as a person reads it: FastAPI tells of broken JSON by its offset, as if that were a field, and not what is wrong."""
-    if error["type"] != "json_invalid":
-        return error
-    part, offset = error["loc"]
-    return error | {"loc": (part,), "msg": f"{error['msg']}: {error['ctx']['error']}, at character {offset}"}
-
-
-def _where(error: dict[str, Any]) -> str:
-    return ".".join(str(part) for part in error["loc"])
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
@@ -152,9 +172,7 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    errors = [_readable(each) for each in error.errors()]
-    body = error_body(_validation_message(errors), "Bad Request", 400, _where(errors[0]) if errors else None)
-    return Response(body, 400, media_type="application/json")
+    return error_response(InvalidRequest(error.errors()))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

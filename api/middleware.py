@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.connection import event_writer
@@ -119,7 +118,7 @@ class BodyLimit:
             received = await receive()
             num_bytes += len(received.get("body", b""))
             if num_bytes > self._max_bytes:
-                raise HTTPException(413, refusal, {"Connection": "close"})  # the one kind that FastAPI's body reading lets through
+                raise PayloadTooLarge(refusal, headers={"Connection": "close"})
             return received
 
         async def lingering(message: Message) -> None:

@@ -8,13 +8,14 @@ from fastapi import APIRouter, Request
 
 from api.chat import template_for
 from api.errors import BadRequest
+from api.json_route import JsonRoute
 from api.prompts import render_chat, token_strings
 from api.refusals import check_template_fields
 from api.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from api.served import ServedModel
 from api.service import Service, service_of
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/tokenize", summary="Text or messages to token ids")

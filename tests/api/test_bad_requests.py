@@ -220,7 +220,7 @@ BAD_VALUES: list[Case] = [
     shape(TEXT, "body.n", "Input should be a valid integer, got a number with a fractional part", "int_from_float", "1.5", n=1.5),
     shape(TEXT, "body.seed", f"Input should be less than or equal to {2**63 - 1}", "less_than_equal", str(2**63), seed=2**63),
     shape(TEXT, "body.priority", f"{AT_LEAST} -{2**63}", "greater_than_equal", str(-(2**63) - 1), priority=-(2**63) - 1),
-    shape(TEXT, "body.logit_bias", "Input should be a valid dictionary", "dict_type", "[1]", logit_bias=[1]),
+    shape(TEXT, "body.logit_bias", "Input should be an object", "dict_type", "[1]", logit_bias=[1]),
     shape(TEXT, "body.truncate_prompt_tokens", f"{AT_LEAST} -1", "greater_than_equal", "-2", truncate_prompt_tokens=-2),
     shape(TEXT, "body.truncation_side", "Input should be 'left' or 'right'", "literal_error", "'top'", truncation_side="top"),
     shape(CHAT, "body.messages.0.role", "Field required", "missing", "{'content': 'x'}", messages=[{"content": "x"}]),
@@ -246,17 +246,15 @@ def test_bad_values(null_server: LiveServer, path: str, fields: dict[str, Any], 
     assert answer.headers["content-type"] == "application/json"
 
 
-EARLY_END = "Expecting property name enclosed in double quotes, at character 1"
-NOT_JSON = f"1 validation error:\n  body: JSON decode error: {EARLY_END} (type=json_invalid, input={{}})"
+def no_json(said: str) -> dict[str, Any]:
+    return error(f"1 validation error:\n  body: Invalid JSON: {said} (type=json_invalid)", SHAPE, 400, "body")
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"{", error(NOT_JSON, SHAPE, 400, "body")),
-        (b'{"prompt": "\xff"}', error("There was an error parsing the body", SHAPE, 400)),
-        (b'{"prompt": ' + b"[" * 100_000, error("There was an error parsing the body", SHAPE, 400)),
-        (b"", error("1 validation error:\n  body: Field required (type=missing, input=None)", SHAPE, 400, "body")),
+        (b"{", no_json("EOF while parsing an object at line 1 column 1")),
+        (b'{"prompt": ' + b"[" * 100_000, no_json("recursion limit exceeded at line 1 column 212")),
         (b'{"prompt": "x", "temperature": NaN}', error("temperature must be a finite number, got nan.", BAD, 400, "temperature")),
         (
             b'{"prompt": "x", "repetition_penalty": Infinity}',
@@ -270,43 +268,10 @@ def test_bad_bytes(null_server: LiveServer, content: bytes, expected: dict[str, 
     assert (answer.status_code, answer.json()) == (400, expected)
 
 
-LONE = [
-    (TEXT, b'{"prompt": "\\ud800"}'),
-    (TEXT, b'{"prompt": ["x \\uDC00"]}'),
-    (TEXT, b'{"prompt": "x", "stop": "\\ud800"}'),
-    (TEXT, b'{"prompt": "x", "cache_salt": "\\ud800"}'),
-    (TEXT, b'{"prompt": "x", "model": "\\ud800"}'),
-    (CHAT, b'{"messages": [{"role": "\\ud800", "content": "x"}]}'),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": "\\ud800"}}'),
-]
-
-
-@pytest.mark.parametrize(("path", "content"), LONE)
-def test_a_lone_surrogate_is_no_text(null_server: LiveServer, path: str, content: bytes) -> None:
-    answer = null_server.http.post(path, content=content, headers={"Content-Type": "application/json"})
-    message = answer.json()["error"]["message"]
-    assert answer.status_code == 400
-    assert message.startswith("1 validation error:\n  body: The body has a lone surrogate, which is not Unicode text")
-
-
 def test_a_pair_of_surrogates_is_a_character(null_server: LiveServer) -> None:
     content = b'{"prompt": "\\ud83d\\ude80", "echo": true, "max_tokens": 0}'
     answer = null_server.http.post(TEXT, content=content, headers={"Content-Type": "application/json"})
     assert answer.json()["choices"][0]["text"] == "🚀"
-
-
-@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "", "application/json-seq"])
-def test_only_json_is_read(null_server: LiveServer, media_type: str) -> None:
-    answer = null_server.http.post(TEXT, content=b'{"prompt": "x"}', headers={"Content-Type": media_type})
-    said = "Unsupported Media Type: Only 'application/json' is allowed"
-    message = f"1 validation error:\n  header.content-type: {said} (type=media_type, input={media_type!r})"
-    assert (answer.status_code, answer.json()) == (400, error(message, SHAPE, 400, "header.content-type"))
-
-
-def test_parameters_of_the_media_type_are_fine(null_server: LiveServer) -> None:
-    headers = {"Content-Type": "application/json; charset=utf-8"}
-    answer = null_server.http.post(TEXT, content=b'{"prompt": "x", "max_tokens": 1}', headers=headers)
-    assert answer.status_code == 200
 
 
 @pytest.mark.parametrize(
