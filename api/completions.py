@@ -22,7 +22,7 @@ from api.service import service_of
 from api.sse import encode_json
 from api.submit import admit, answer_headers, submit
 from engine.config import ApiConfig
-from engine.protocol import SamplingParams
+from gpu.plan import SamplingParams
 
 router = APIRouter(route_class=JsonRoute)
 LIGHT_TOKENS = 1024  # checked in 0.1 ms

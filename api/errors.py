@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from engine.bus import BusUnavailable
+from engine.bus.call import BusUnavailable
 
 logger = logging.getLogger("headrace.api")
 

@@ -20,8 +20,9 @@ from api.logprobs import PromptLogprobsCollector
 from api.prompts import Prompt
 from api.served import ServedModel
 from api.usage import Usage
-from engine.client import ChoiceDelta, RequestStream, RequestUpdate
-from engine.protocol import FinishedOutput, FinishReason, SamplingParams
+from engine.client.request_stream import ChoiceDelta, RequestStream, RequestUpdate
+from engine.protocol import FinishedOutput, FinishReason
+from gpu.plan import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 
 from api.errors import NotFound
 from api.service import service_of
-from engine.client import ModelHandle
+from engine.client.discovery import ModelHandle
 
 router = APIRouter()
 

@@ -12,8 +12,8 @@ from fastapi import APIRouter, Query, Request
 from api.errors import ApiError, NotFound
 from api.identity import is_safe_id
 from api.service import Service, principal_of, service_of
-from engine import calls
-from engine.records import RecordView
+from engine.bus import records
+from engine.bus.records import RecordView
 
 router = APIRouter()
 
@@ -37,15 +37,15 @@ async def list_requests(
 ) -> dict[str, Any]:
     service, principal = service_of(request), principal_of(request)
     tenant = None if principal.admin else principal.tenant
-    records: list[RecordView] = []
+    found: list[RecordView] = []
     for name in _model_names(service, model):
         if state != "ended":
-            running = await service.bus.run(calls.live_requests(name, limit, tenant))
-            records += running
+            running = await service.bus.run(records.live_requests(name, limit, tenant))
+            found += running
         if state != "live":
-            ended = await service.bus.run(calls.ended_requests(name, limit, tenant))
-            records += ended
-    visible = [record for record in records if principal.may_see(record.tenant)]
+            ended = await service.bus.run(records.ended_requests(name, limit, tenant))
+            found += ended
+    visible = [record for record in found if principal.may_see(record.tenant)]
     visible.sort(key=lambda record: record.enqueued, reverse=True)
     return {"object": "list", "data": [_as_json(record) for record in visible[:limit]]}
 
@@ -75,7 +75,7 @@ async def _find(request: Request, request_id: str) -> tuple[str, RecordView]:
     found: list[tuple[str, RecordView]] = []
     for name in _model_names(service, None):
         for spelling in filter(is_safe_id, spellings):
-            found += [(name, record) for record in await service.bus.run(calls.find(name, spelling))]
+            found += [(name, record) for record in await service.bus.run(records.find(name, spelling))]
     visible = [each for each in found if principal.may_see(each[1].tenant)]
     if not visible:
         raise _unknown(request_id)

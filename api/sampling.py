@@ -15,8 +15,7 @@ from typing import Any
 from api.errors import BadRequest
 from api.schemas import SamplingFields
 from api.tokenizer import TextTokenizer
-from engine.protocol import SamplingParams
-from gpu.plan import GREEDY_EPSILON
+from gpu.plan import GREEDY_EPSILON, SamplingParams
 
 MAX_N = 16384
 MAX_STOP_STRINGS = 4

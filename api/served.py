@@ -21,7 +21,8 @@ from api.errors import RETRY_AFTER, BadRequest, NotFound, ServiceUnavailable
 from api.sampling import ModelLimits
 from api.template import ChatTemplate
 from api.tokenizer import TextTokenizer
-from engine.client import AsyncClient, ModelHandle
+from engine.client.client import AsyncClient
+from engine.client.discovery import ModelHandle
 from engine.config import ApiConfig
 from engine.protocol import TokenizerBundle
 

@@ -15,8 +15,10 @@ from api.errors import REDIS_AWAY, RETRY_AFTER, ServiceUnavailable
 from api.metrics import Metrics, shared
 from api.observer import RequestObserver
 from api.served import ServedModels
-from engine.bus import AsyncBus
-from engine.client import AdmissionLimits, AsyncClient, BusUnavailable
+from engine.bus.call import BusUnavailable
+from engine.bus.connection import AsyncBus
+from engine.bus.enqueue import AdmissionLimits
+from engine.client.client import AsyncClient
 from engine.config import ApiConfig, RedisConfig
 
 logger = logging.getLogger("headrace.api")

@@ -14,7 +14,8 @@ from api.headers import header
 from api.identity import INTERNAL_ID_HEADER, REQUEST_ID_HEADER, external_id, internal_id_header, internal_ids
 from api.served import NO_ENGINE
 from api.service import Service, principal_of, service_of
-from engine.client import AsyncClient, Refused, RequestFacts
+from engine.bus.enqueue import Refused, RequestFacts
+from engine.client.client import AsyncClient
 from engine.protocol import PROTOCOL_VERSION, EngineCoreRequest, encode_column
 
 PRIORITY_HEADER = "X-Vllm-Priority"

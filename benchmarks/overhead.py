@@ -22,24 +22,18 @@ import psutil
 import redis
 from rich.table import Table
 
-from engine import calls, keys
-from engine.bus import Bus
-from engine.calls import AdmissionLimits, RequestFacts
-from engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from engine.core import EngineCore
-from engine.heartbeat import Heartbeat
-from engine.outflow import MOST_WAITING_REPORTS, Outflow, Report
-from engine.process import connect, engine_info
-from engine.protocol import (
-    PROTOCOL_VERSION,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    SamplingParams,
-    decode_client_message,
-    encode_column,
-)
-from engine.request import Request
-from gpu.plan import decode_output, decode_plan, encode
+from engine.bus import keys, leases
+from engine.bus.connection import Bus
+from engine.bus.enqueue import AdmissionLimits, RequestFacts, enqueue
+from engine.config import EngineConfig, SchedulerConfig
+from engine.protocol import PROTOCOL_VERSION, EngineCoreOutputs, EngineCoreRequest, decode_client_message, encode_column
+from engine.runtime.core import EngineCore
+from engine.runtime.heartbeat import Heartbeat
+from engine.runtime.process import connect, engine_info
+from engine.runtime.publisher import MOST_WAITING_REPORTS, Outflow, Report
+from engine.scheduling.request import Request
+from gpu.config import CacheConfig, ModelConfig, ParallelConfig
+from gpu.plan import SamplingParams, decode_output, decode_plan, encode
 from ops.embedded import DataDirectory, EmbeddedValkey
 
 MODEL = "null"
@@ -136,10 +130,10 @@ def measure_parts(url: str, size: int, num_steps: int) -> dict[str, float]:
         sampling = SamplingParams(max_tokens=num_steps + 90, ignore_eos=True)
         core.add_request(Request(str(index), prompt_tokens(index), sampling, handle=index))
     with Bus(url) as bus, redis.Redis.from_url(url) as client:
-        server = bus.run(calls.announce_api())
+        server = bus.run(leases.announce_api())
         with role("listen", url, server):
             info = engine_info(config, core, MODEL, "")
-            info.slot, info.incarnation = bus.run(calls.claim_slot(MODEL, info))
+            info.slot, info.incarnation = bus.run(leases.claim_slot(MODEL, info))
             heartbeat = Heartbeat(bus, core, info, _raise)
             heartbeat.start()
             outflow = Outflow(bus, MODEL, info.slot, info.incarnation, [server], _raise, retention=600)
@@ -152,7 +146,7 @@ def measure_parts(url: str, size: int, num_steps: int) -> dict[str, float]:
                     steps.append(spent)
             valkey = (valkey_seconds(client) - before) / (len(steps) - 1)
             heartbeat.stop()
-        bus.run(calls.release_api(server))
+        bus.run(leases.release_api(server))
     core.shutdown()
     for step in steps:
         step["sum"] = sum(step[name] for name in PARTS)
@@ -222,7 +216,7 @@ def serve(url: str, size: int, num_steps: int, backend: str) -> None:
     core = EngineCore(config)
     with Bus(url) as bus:
         info = engine_info(config, core, MODEL, "")
-        info.slot, info.incarnation = bus.run(calls.claim_slot(MODEL, info))
+        info.slot, info.incarnation = bus.run(leases.claim_slot(MODEL, info))
         loop = connect(core, bus, info, retention=600)
         signal.signal(signal.SIGTERM, lambda number, frame: loop.stop())
         say_ready()
@@ -234,7 +228,7 @@ def measure_process(url: str, size: int, num_steps: int, backend: str) -> list[s
     """Steps a second, and CPU milliseconds a step of: the engine process, its main thread, the worker process, Valkey."""
     most_steps = WARM_STEPS + num_steps + LEAD + MOST_WAITING_REPORTS
     with Bus(url) as bus, redis.Redis.from_url(url) as client, role("serve", url, size, most_steps, backend) as engine:
-        server = bus.run(calls.announce_api())
+        server = bus.run(leases.announce_api())
         with bus.subscribe(keys.client_channel(server)) as subscription:
             sampling = SamplingParams(max_tokens=most_steps, ignore_eos=True)
             requests = [
@@ -243,7 +237,7 @@ def measure_process(url: str, size: int, num_steps: int, backend: str) -> list[s
                 )
                 for index in range(size)
             ]
-            bus.run(calls.enqueue(MODEL, requests, RequestFacts("overhead"), AdmissionLimits()))
+            bus.run(enqueue(MODEL, requests, RequestFacts("overhead"), AdmissionLimits()))
 
             def hear(count: int) -> None:
                 while count:
@@ -257,7 +251,7 @@ def measure_process(url: str, size: int, num_steps: int, backend: str) -> list[s
             before, started = usage(engine.pid, client), time.perf_counter()
             hear(num_steps)
             after, seconds = usage(engine.pid, client), time.perf_counter() - started
-        bus.run(calls.release_api(server))
+        bus.run(leases.release_api(server))
     spent = [1e3 * (b - a) / num_steps for a, b in zip(before, after, strict=True)]
     return [f"{num_steps / seconds:.0f}", *(f"{value:.3f}" for value in spent)]
 

@@ -22,8 +22,8 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from engine.llm import LLM
-from engine.protocol import SamplingParams
 from gpu.config import ModelConfig
+from gpu.plan import SamplingParams
 from gpu.tokenizer_files import load_tokenizer_files
 
 NUM_TOKENS = 20_000

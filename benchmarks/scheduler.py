@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from engine.config import SchedulerConfig
-from engine.request import Request
-from engine.scheduler import Scheduler
+from engine.scheduling.request import Request
+from engine.scheduling.scheduler import Scheduler
 from gpu.plan import ModelRunnerOutput, SamplingParams
 
 SIZES = (16, 256, 1024)

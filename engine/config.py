@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gpu.config import CacheConfig as CacheConfig
-from gpu.config import Capacity as Capacity
-from gpu.config import ModelConfig as ModelConfig
-from gpu.config import ParallelConfig as ParallelConfig
-from gpu.config import WorkerConfig as WorkerConfig
-from gpu.config import option
+from gpu.config import CacheConfig, ModelConfig, ParallelConfig, option
 
 
 @dataclass

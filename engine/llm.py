@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
-from engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from engine.core import EngineCore
-from engine.outputs import StepOutputs
-from engine.protocol import SamplingParams
-from engine.request import Request
-from gpu.plan import PromptLogprobs, SampledLogprobs
+from engine.config import EngineConfig, SchedulerConfig
+from engine.runtime.core import EngineCore
+from engine.scheduling.request import Request
+from engine.scheduling.step_outputs import StepOutputs
+from gpu.config import CacheConfig, ModelConfig, ParallelConfig
+from gpu.plan import PromptLogprobs, SampledLogprobs, SamplingParams
 from gpu.tokenizer_files import load_tokenizer_files
 
 

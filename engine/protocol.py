@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu.plan import SamplingParams as SamplingParams
-from gpu.plan import child_seed as child_seed
+from gpu.plan import SamplingParams
 
 PROTOCOL_VERSION = 1
 

@@ -166,8 +166,8 @@ def simulate(as_json: bool, **load: Any) -> None:
     \b
     headrace simulate --max-num-batched-tokens 1024 --decodes 2 --prompt 1800
     """
-    from engine.simulate import Load, render
-    from engine.simulate import simulate as run
+    from engine.scheduling.simulate import Load, render
+    from engine.scheduling.simulate import simulate as run
 
     if not load["prompts"] and not load["num_decodes"]:
         raise click.UsageError("there is nothing to compute: give --prompt or --decodes")

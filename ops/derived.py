@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from engine.config import ServeConfig
-from engine.limits import step_limits
 from engine.protocol import EngineInfo
+from engine.runtime.capacity import step_limits
 from gpu.config import PERPLEXITY_COSTS
 
 Row = tuple[str, int | str, str]  # setting, value, reason

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from engine import calls
-from engine.bus import Bus
+from engine.bus import leases, transitions
+from engine.bus.connection import Bus
 from engine.config import ServeConfig
 from engine.protocol import EngineInfo
 from ops.progress import Slowest
@@ -121,7 +121,7 @@ class Engines:
 def engine_of_process(bus: Bus, pid: int) -> EngineInfo | None:
     """What the engine that runs, or has just run, as process `pid` of this machine says of itself."""
     host = socket.gethostname()
-    infos = (info for model in bus.run(calls.models()) for info in bus.run(calls.engines(model)))
+    infos = (info for model in bus.run(leases.models()) for info in bus.run(leases.engines(model)))
     return next((info for info in infos if (info.pid, info.host) == (pid, host)), None)
 
 
@@ -131,5 +131,5 @@ def bury_engine(redis_url: str, pid: int, error: str) -> int:
         info = engine_of_process(bus, pid)
         if info is None:
             return 0
-        bus.run(calls.release_slot(info.model, info.slot, info.incarnation))
-        return bus.run(calls.bury(info.model, info.slot, info.incarnation, error))
+        bus.run(leases.release_slot(info.model, info.slot, info.incarnation))
+        return bus.run(transitions.bury(info.model, info.slot, info.incarnation, error))

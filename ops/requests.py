@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError
 
-from engine import calls, keys
-from engine.bus import Bus, BusUnavailable, Subscription
-from engine.calls import RecordView
+from engine.bus import keys, leases, records, transitions
+from engine.bus.call import BusUnavailable
+from engine.bus.connection import Bus, Subscription
+from engine.bus.records import RecordView
 from engine.protocol import Abort, ControlReply, EngineInfo, decode_client_message
 from ops.errors import CommandError
 from ops.settings import shown
@@ -69,28 +70,28 @@ def connect(redis_url: str) -> Iterator[Bus]:
 
 def models(bus: Bus, model: str | None) -> list[str]:
     """Every model that Redis knows, or the one named, by any of its names. Raises CommandError."""
-    known = bus.run(calls.models())
+    known = bus.run(leases.models())
     if model is None or model in known:
         return known if model is None else [model]
     for name in known:
-        if any(model in info.served_names for info in bus.run(calls.engines(name))):
+        if any(model in info.served_names for info in bus.run(leases.engines(name))):
             return [name]
     raise CommandError(f"no model `{model}`; there is {', '.join(known) or 'none'}")
 
 
 def engines(bus: Bus, model: str | None) -> list[EngineInfo]:
-    return [info for name in models(bus, model) for info in bus.run(calls.engines(name))]
+    return [info for name in models(bus, model) for info in bus.run(leases.engines(name))]
 
 
 def live(bus: Bus, model: str | None) -> list[Request]:
     """Requests that wait or run, newest first."""
-    found = [Request(name, record) for name in models(bus, model) for record in bus.run(calls.live_requests(name))]
+    found = [Request(name, record) for name in models(bus, model) for record in bus.run(records.live_requests(name))]
     return sorted(found, key=lambda request: -request.record.enqueued)
 
 
 def ended(bus: Bus, model: str | None) -> list[Request]:
     """Ended requests whose records are kept, last ended first."""
-    found = [Request(name, record) for name in models(bus, model) for record in bus.run(calls.ended_requests(name))]
+    found = [Request(name, record) for name in models(bus, model) for record in bus.run(records.ended_requests(name))]
     return sorted(found, key=lambda request: -request.record.finished)
 
 
@@ -98,7 +99,7 @@ def find(bus: Bus, request_id: str, model: str | None) -> list[Request]:
     """Requests under a client's id, an answer's or an internal one, newest first. Raises CommandError where there is none."""
     spellings = {request_id, *(request_id.removeprefix(prefix) for prefix in ANSWER_PREFIXES)}
     found = [
-        Request(name, record) for name in models(bus, model) for each in spellings for record in bus.run(calls.find(name, each))
+        Request(name, record) for name in models(bus, model) for each in spellings for record in bus.run(records.find(name, each))
     ]
     if not found:
         raise CommandError(f"no request `{request_id}`; records of ended ones are kept for --record-retention seconds")
@@ -125,7 +126,7 @@ def abort(bus: Bus, requests: Sequence[Request], timeout: float) -> list[Aborted
         for request in requests:
             request_id = request.record.id
             command = Abort(request_id, reply_to=me, token=request_id)
-            outcome = bus.run(calls.finish(request.model, request_id, command))
+            outcome = bus.run(transitions.finish(request.model, request_id, command))
             if outcome.state == "running":
                 waiting[request_id] = request
             elif outcome.state == "queued":
@@ -144,12 +145,12 @@ def _take_confirmations(bus: Bus, replies: Subscription, waiting: dict[str, Requ
     """The next engine's word; after silence, what the records say."""
     heard = replies.get(max(0.0, seconds))
     if heard is None:
-        views = [bus.run(calls.record(request.model, request_id)) for request_id, request in waiting.items()]
+        views = [bus.run(records.record(request.model, request_id)) for request_id, request in waiting.items()]
         return [Aborted(view.id, "ended", view.output_tokens) for view in views if view is not None and view.state == "ended"]
     message = decode_client_message(heard[1])
     if not isinstance(message, ControlReply) or message.token not in waiting:
         return []
-    view = bus.run(calls.record(waiting[message.token].model, message.token))
+    view = bus.run(records.record(waiting[message.token].model, message.token))
     return [Aborted(message.token, "ended", max(message.num_tokens, view.output_tokens if view else 0))]
 
 

@@ -32,7 +32,7 @@ def engine_config(config: ServeConfig) -> EngineConfig:
 
 def run_engine(resolved: Resolved, progress_fd: int | None) -> int:
     """Serve one model on a Redis until a signal; returns the exit status."""
-    from engine import process
+    from engine.runtime import process
 
     configure_logging(resolved.config.log, "engine")
     check(resolved.config)

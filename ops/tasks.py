@@ -11,8 +11,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache, wraps
 
-from engine import calls, upkeep, usage
-from engine.bus import Bus, BusUnavailable
+from engine.bus import leases, maintenance, transitions, usage
+from engine.bus.call import BusUnavailable
+from engine.bus.connection import Bus
 from engine.protocol import Abort
 from ops.celery_app import REDIS_URL, app
 
@@ -47,10 +48,11 @@ def _unless_redis_is_away(work: Callable[[Bus], int]) -> Callable[[], int]:
 def reap_api_servers(bus: Bus) -> int:
     """End the requests of API servers that are gone: nobody listens, so nothing need be computed. Returns how many were told to."""
     reaped = 0
-    for model in bus.run(calls.models()):
-        dead = frozenset(client for client in bus.run(upkeep.clients(model)) if client and bus.run(upkeep.api_absent(client)))
-        for request_id in bus.run(upkeep.requests_of(model, dead)) if dead else ():
-            bus.run(calls.finish(model, request_id, Abort(request_id), API_GONE))
+    for model in bus.run(leases.models()):
+        clients = filter(None, bus.run(maintenance.clients(model)))
+        dead = frozenset(client for client in clients if bus.run(maintenance.api_absent(client)))
+        for request_id in bus.run(maintenance.requests_of(model, dead)) if dead else ():
+            bus.run(transitions.finish(model, request_id, Abort(request_id), API_GONE))
             reaped += 1
     return reaped
 
@@ -60,14 +62,14 @@ def reap_api_servers(bus: Bus) -> int:
 def bury_engines(bus: Bus) -> int:
     """End what dead engines had in flight: those of an empty slot, and the predecessors of a living one. Returns how many."""
     buried = 0
-    for model in bus.run(calls.models()):
-        look = bus.run(calls.observe(model))
+    for model in bus.run(leases.models()):
+        look = bus.run(leases.observe(model))
         for slot in look.pending:
             holder = look.holders.get(slot)
             if holder is not None:
-                buried += bus.run(calls.bury(model, slot, holder - 1, ENGINE_DIED))
-            elif bus.run(upkeep.engine_absent(model, slot)):
-                buried += bus.run(calls.bury(model, slot, look.last_incarnation, ENGINE_DIED))
+                buried += bus.run(transitions.bury(model, slot, holder - 1, ENGINE_DIED))
+            elif bus.run(maintenance.engine_absent(model, slot)):
+                buried += bus.run(transitions.bury(model, slot, look.last_incarnation, ENGINE_DIED))
     return buried
 
 
@@ -76,10 +78,10 @@ def bury_engines(bus: Bus) -> int:
 def expire_records(bus: Bus) -> int:
     """Tidy the indexes of what has run out by itself. Returns how many records were forgotten."""
     forgotten = 0
-    for model in bus.run(calls.models()):
-        forgotten += bus.run(upkeep.forget_records(model))
+    for model in bus.run(leases.models()):
+        forgotten += bus.run(maintenance.forget_records(model))
         bus.run(usage.forget_days(model, datetime.now(UTC).date()))
-    bus.run(upkeep.forget_api_servers(time.time() - FORGET_API_SERVER_SECONDS))
+    bus.run(maintenance.forget_api_servers(time.time() - FORGET_API_SERVER_SECONDS))
     return forgotten
 
 
@@ -87,4 +89,4 @@ def expire_records(bus: Bus) -> int:
 @_unless_redis_is_away
 def roll_usage(bus: Bus) -> int:
     """Move usage lines into the sums by tenant and day. Returns how many."""
-    return sum(bus.run(usage.roll_usage(model)) for model in bus.run(calls.models()))
+    return sum(bus.run(usage.roll_usage(model)) for model in bus.run(leases.models()))

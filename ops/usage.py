@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import date
 
-from engine import calls, usage
-from engine.bus import Bus
-from engine.usage import UsageTotals
+from engine.bus import leases, usage
+from engine.bus.connection import Bus
+from engine.bus.usage import UsageTotals
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ def usage_rows(bus: Bus, since: date | None = None, until: date | None = None) -
     """All sums from `since` to `until`, both included, by day, model and tenant. Lines that upkeep has not counted yet are counted
     now. Raises BusUnavailable."""
     rows = []
-    for model in bus.run(calls.models()):
+    for model in bus.run(leases.models()):
         bus.run(usage.roll_usage(model))
         for day in bus.run(usage.usage_days(model)):
             if (since is None or day >= since) and (until is None or day <= until):

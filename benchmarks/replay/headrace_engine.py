@@ -13,8 +13,9 @@ import numpy as np
 
 import gpu.null
 from benchmarks.replay.recording import Gate, Recording
-from engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, RedisConfig, SchedulerConfig
-from engine.process import run_engine
+from engine.config import EngineConfig, RedisConfig, SchedulerConfig
+from engine.runtime.process import run_engine
+from gpu.config import CacheConfig, ModelConfig, ParallelConfig
 from gpu.plan import Int32Array, ModelRunnerOutput, NewRequest, SchedulerOutput
 
 NAME = "replay"

@@ -26,7 +26,7 @@ def load_model(
     """This rank's shard of the model. `progress` hears the fraction loaded, 0 to 1; `weights` keeps
     the packed matrices, by default in private memory; it is closed, or abandoned where loading fails. Raises CheckpointError with
     the reason."""
-    from gpu.models.decoder import CausalLM  # here: gpu.models.config, beside it, is imported where torch is not
+    from gpu.models.decoder import CausalLM
     from gpu.models.shards import ShardReader
     from gpu.packed import PrivateWeights
 

@@ -9,8 +9,8 @@ import pytest
 
 from api.tokenizer import TextTokenizer
 from engine.config import EngineConfig
-from engine.process import tokenizer_bundle
 from engine.protocol import TokenizerBundle
+from engine.runtime.process import tokenizer_bundle
 from tests.api.live_server import LiveServer
 
 NULL_ENGINE = ("--load-format", "null", "--max-model-len", "2048", "--num-gpu-blocks-override", "2000")

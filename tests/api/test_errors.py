@@ -10,7 +10,7 @@ import pytest
 
 from api.app import create_app
 from api.errors import MAX_MESSAGE, GenerationError, ServiceUnavailable, as_api_error, body_of, sanitize_message
-from engine.bus import BusUnavailable
+from engine.bus.call import BusUnavailable
 from engine.config import ApiConfig, RedisConfig
 
 

@@ -10,7 +10,7 @@ from api.errors import BadRequest
 from api.sampling import ModelLimits, OutputBudget, check_budget, check_logprobs, make_sampling_params
 from api.schemas import CompletionRequest
 from api.tokenizer import TextTokenizer
-from engine.protocol import SamplingParams
+from gpu.plan import SamplingParams
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=49152, max_logprobs=20)
 

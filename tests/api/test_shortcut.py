@@ -11,8 +11,9 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from api.connection import Connection, EventWriter
-from engine.protocol import EngineCoreRequest, FinishedOutput, FinishReason, RequestTimes, SamplingParams, encode_column
-from engine.stream import RequestStream
+from engine.client.request_stream import RequestStream
+from engine.protocol import EngineCoreRequest, FinishedOutput, FinishReason, RequestTimes, encode_column
+from gpu.plan import SamplingParams
 from tests.api.live_server import LiveServer, sse_events
 
 

@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from engine import calls
-from engine.bus import AsyncBus, Bus
-from engine.client import AsyncClient
-from engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, RedisConfig, SchedulerConfig
-from engine.core import EngineCore
-from engine.loop import EngineLoop
-from engine.process import connect, engine_info
+from engine.bus import leases
+from engine.bus.connection import AsyncBus, Bus
+from engine.client.client import AsyncClient
+from engine.config import EngineConfig, RedisConfig, SchedulerConfig
+from engine.runtime.core import EngineCore
+from engine.runtime.loop import EngineLoop
+from engine.runtime.process import connect, engine_info
+from gpu.config import CacheConfig, ModelConfig, ParallelConfig
 
 MODEL = "null-model"
 
@@ -25,7 +26,7 @@ class RunningEngine:
         self.bus = Bus(url)
         self.core = EngineCore(config)
         self.info = engine_info(config, self.core, MODEL, "no-tokenizer")
-        self.info.slot, self.info.incarnation = self.bus.run(calls.claim_slot(MODEL, self.info))
+        self.info.slot, self.info.incarnation = self.bus.run(leases.claim_slot(MODEL, self.info))
         self.loop: EngineLoop = connect(self.core, self.bus, self.info, retention=600)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run)

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from engine import calls, keys
-from engine.bus import Bus
-from engine.calls import ClaimedSlot, EndedRequest, RequestFacts
+from engine.bus import control, keys, leases, transitions
+from engine.bus.connection import Bus
+from engine.bus.enqueue import RequestFacts
+from engine.bus.enqueue import enqueue as enqueue_call
+from engine.bus.leases import ClaimedSlot
+from engine.bus.records import RecordView
+from engine.bus.transitions import EndedRequest
 from engine.protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -22,11 +26,11 @@ from engine.protocol import (
     EngineInfo,
     FinishReason,
     RequestTimes,
-    SamplingParams,
     StoredOutput,
     encode,
     encode_column,
 )
+from gpu.plan import SamplingParams
 from ops import requests
 from ops.cli import cli
 from ops.requests import timeline
@@ -48,7 +52,7 @@ def slot(bus: Bus) -> ClaimedSlot:
         tokenizer="t", max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=64, block_size=16, num_blocks=65, vocab_size=100,
         max_logprobs=20, dtype="float32", device="cpu", tensor_parallel_size=1, pid=1, host="here", started=time.time(),
     )  # fmt: skip
-    return bus.run(calls.claim_slot(MODEL, info, ttl=60.0))
+    return bus.run(leases.claim_slot(MODEL, info, ttl=60.0))
 
 
 def enqueue(bus: Bus, external_id: str, number: int) -> str:
@@ -57,15 +61,15 @@ def enqueue(bus: Bus, external_id: str, number: int) -> str:
         PROTOCOL_VERSION, request_id, encode_column([1, 2, 3]), SamplingParams(max_tokens=16), "api", number, tenant="alice"
     )
     facts = RequestFacts(external_id, endpoint="/v1/completions", stream=True, model="alias")
-    bus.run(calls.enqueue(MODEL, [request], facts))
+    bus.run(enqueue_call(MODEL, [request], facts))
     return request_id
 
 
 def take(bus: Bus, slot: ClaimedSlot, request_id: str, step: int) -> None:
-    bus.run(calls.take(MODEL, slot.slot, slot.incarnation, 1, 16))
+    bus.run(transitions.take(MODEL, slot.slot, slot.incarnation, 1, 16))
     now = time.time()
     started = [(request_id, {"received": str(now), "scheduled": str(now + 0.25)})]
-    bus.run(calls.flush(MODEL, slot.slot, slot.incarnation, step, started=started))
+    bus.run(transitions.flush(MODEL, slot.slot, slot.incarnation, step, started=started))
 
 
 def headrace(redis_url: str, *arguments: str) -> Result:
@@ -86,14 +90,14 @@ class Obedient(threading.Thread):
 
     def run(self) -> None:
         with Bus(self._url) as bus:
-            batch = bus.run(calls.read_control(MODEL, self._slot.slot, self._slot.incarnation, block=5.0))
+            batch = bus.run(control.read_control(MODEL, self._slot.slot, self._slot.incarnation, block=5.0))
             for command in batch.commands:
                 assert isinstance(command, Abort)
                 ended = EndedRequest(command.request_id, FinishReason.ABORT, encode(StoredOutput([], 0, RequestTimes())), 5)
                 reply = (keys.client_channel(command.reply_to), encode(ControlReply(command.token, num_tokens=5)))
                 notices = [] if self._silent else [reply]
                 place = (MODEL, self._slot.slot, self._slot.incarnation)
-                bus.run(calls.flush(*place, 1000, ended=[ended], notices=notices))
+                bus.run(transitions.flush(*place, 1000, ended=[ended], notices=notices))
 
 
 def test_ps_lists_the_newest_first_and_the_ended_when_asked(bus: Bus, redis_url: str, slot: ClaimedSlot) -> None:
@@ -101,7 +105,7 @@ def test_ps_lists_the_newest_first_and_the_ended_when_asked(bus: Bus, redis_url:
     take(bus, slot, first, 1)
     second = enqueue(bus, "cmpl-b", 2)
     third = enqueue(bus, "cmpl-c", 3)
-    bus.run(calls.finish(MODEL, third, Abort(third)))
+    bus.run(transitions.finish(MODEL, third, Abort(third)))
     listed = as_json(headrace(redis_url, "ps", "--json"))
     assert [(one["id"], one["state"], one["model"], one["tenant"]) for one in listed] == [
         (second, "queued", MODEL, "alice"),
@@ -185,7 +189,7 @@ def test_redis_away_is_one_line() -> None:
 
 
 def test_a_timeline_counts_only_marks_that_were_passed() -> None:
-    view: Callable[..., calls.RecordView] = calls.RecordView
+    view: Callable[..., RecordView] = RecordView
     whole = view("x", enqueued=10.0, received=10.5, scheduled=11.0, first_token=13.0, last_token=14.0, finished=14.25)
     assert [row["seconds"] for row in timeline(whole)] == [0.5, 0.5, 2.0, 1.0, 0.25, None]
     aborted_early = view("x", enqueued=10.0, finished=12.0)

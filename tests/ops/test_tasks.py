@@ -13,12 +13,13 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from engine import calls, keys
-from engine.bus import Bus
+from engine.bus import control, keys, leases, records
+from engine.bus.connection import Bus
+from engine.bus.queue_depth import queue_depth
 from engine.protocol import Abort
 from ops import tasks
 from ops.usage import usage_rows
-from tests.engine.ledger_world import World
+from tests.engine.bus.ledger_world import World
 from tests.redis_server import RedisServer
 
 MODEL = "model-a"
@@ -67,7 +68,7 @@ def beating(bus: Bus, name: str) -> Iterator[None]:
 
     def beat() -> None:
         while not stopped.wait(0.3):
-            bus.run(calls.beat_api(name))
+            bus.run(leases.beat_api(name))
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -80,7 +81,7 @@ def beating(bus: Bus, name: str) -> Iterator[None]:
 
 def test_what_the_dead_left_behind_is_ended_in_time(world: World) -> None:
     """An API server killed with requests waiting and running, and an engine killed with one running, beside living ones."""
-    living, dead = world.bus.run(calls.announce_api()), world.bus.run(calls.announce_api())
+    living, dead = world.bus.run(leases.announce_api()), world.bus.run(leases.announce_api())
     engine, dying = world.engine(), world.engine(ttl=2.0)
     world.enqueue(world.request("running", client=dead), world.request("kept", client=living))
     world.take(engine, 2)
@@ -92,8 +93,8 @@ def test_what_the_dead_left_behind_is_ended_in_time(world: World) -> None:
         wait_until(lambda: world.record("waiting").state == "ended", 15)
         wait_until(lambda: world.record("lost").state == "ended", 15 - (time.monotonic() - began))
         place = (world.model, engine.slot, engine.incarnation)
-        wait_until(lambda: bool(world.bus.run(calls.read_control(*place)).commands), 15 - (time.monotonic() - began))
-        assert world.bus.run(calls.read_control(*place)).commands[0] == Abort("running")
+        wait_until(lambda: bool(world.bus.run(control.read_control(*place)).commands), 15 - (time.monotonic() - began))
+        assert world.bus.run(control.read_control(*place)).commands[0] == Abort("running")
         world.end(engine, "running")
         wait_until(lambda: world.usage_lines() == [] and len(usage_rows(world.bus)) == 1, 10)
     assert (world.record("waiting").reason, world.record("waiting").error) == ("abort", tasks.API_GONE)
@@ -159,7 +160,7 @@ def test_tasks_run_twice_and_at_the_same_time_do_it_once(world: World, task_bus:
     for thread in threads:
         thread.join()
     assert tasks.reap_api_servers() == 0
-    assert world.bus.run(calls.queue_depth(MODEL)).live == 0
+    assert world.bus.run(queue_depth(MODEL)).live == 0
     world.check_integrity()
     assert tasks.roll_usage() == 50
     assert tasks.roll_usage() == 0
@@ -184,7 +185,7 @@ def test_indexes_forget_what_has_run_out(world: World, task_bus: Bus) -> None:
     world.finish("b")
     world.raw.delete(keys.record(MODEL, "a"))
     assert tasks.expire_records() == 1
-    assert [view.id for view in world.bus.run(calls.ended_requests(MODEL))] == ["b"]
+    assert [view.id for view in world.bus.run(records.ended_requests(MODEL))] == ["b"]
 
 
 def test_where_redis_is_away_a_task_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from datetime import UTC, date, datetime, timedelta
 
-from engine import keys, usage
-from engine.usage import UsageTotals
+from engine.bus import keys, usage
+from engine.bus.usage import UsageTotals
 from ops.usage import UsageRow, usage_rows
-from tests.engine.ledger_world import World
+from tests.engine.bus.ledger_world import World
 
 
 def test_from_ends_to_rows(redis_url: str) -> None:

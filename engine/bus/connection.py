@@ -1,0 +1,404 @@
+"""The way to Redis: `Bus` (blocking, any thread) and `AsyncBus` (asyncio) run calls; subscriptions listen.
+
+Both send a call again, with backoff, while Redis is away or loads, and raise BusUnavailable when their patience ends. That is right
+because every call may be sent twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    ConnectionError,
+    MasterDownError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
+from redis.retry import Retry
+
+from engine.bus.call import Argument, BusUnavailable, Call, Fenced
+from engine.bus.pipeline import Line, open_line
+from engine.bus.resp import pack
+
+T = TypeVar("T")
+
+TIMEOUT = 2.0  # seconds for one answer
+PATIENCE = 5.0  # seconds after which an operation gives up
+MAX_BLOCK = 5.0  # seconds that a blocking read may ask for
+FIRST_PAUSE = 0.02
+LONGEST_PAUSE = 0.5
+SHORTEST_READ = 0.001  # seconds; a read without any would not look at the socket
+PING_INTERVAL = 5.0  # seconds of silence after which a subscription asks whether the connection still lives
+
+# Redis is there but cannot serve now. Others (a script's own error, a wrong password) do not get better by waiting.
+_PASSING = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError)
+_LASTING = (AuthenticationError, AuthorizationError)
+# The same, told by the first word of the error: its master or its replicas are missing, disk or memory is full, a script runs on.
+_UNABLE = ("BUSY ", "MASTERDOWN ", "MISCONF ", "NOREPLICAS ", "OOM ")
+_ANNOTATION = " caused error: "  # of redis-py, before the error of a command in a pipeline
+
+
+def _options(timeout: float) -> dict[str, Any]:
+    """Keyword arguments of a connection pool. Answers come raw (RESP2) and retrying is the bus's own business.
+
+    A connection to what has become a replica is closed: the name that it was opened by may stand for the new master.
+    """
+    return {
+        "socket_timeout": timeout,
+        "socket_connect_timeout": timeout,
+        "protocol": 2,
+        "retry_on_error": [ReadOnlyError],  # not once more, as `retry` says: redis-py closes what it would try again on
+    }
+
+
+def _translate(error: Exception) -> Exception:
+    """What an error of redis-py means to the callers of the bus."""
+    if isinstance(error, ResponseError) and _message(error).startswith("FENCED"):
+        return Fenced(_message(error))
+    return BusUnavailable(_message(error)) if _tells_unable(error) else error
+
+
+def _tells_unable(error: Exception) -> bool:
+    return isinstance(error, OutOfMemoryError | MasterDownError) or _message(error).startswith(_UNABLE)
+
+
+def _message(error: Exception) -> str:
+    return str(error).rpartition(_ANNOTATION)[2].lstrip("('")
+
+
+class _Patience:
+    """How long to go on trying, and the pauses between."""
+
+    def __init__(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._pause = FIRST_PAUSE
+
+    def pause(self, error: Exception) -> float:
+        """Seconds to wait before the next try; raises BusUnavailable when there is no time for one."""
+        if isinstance(error, _LASTING) or time.monotonic() + self._pause > self._deadline:
+            raise BusUnavailable(f"Redis: {str(error) or 'no answer in time'}") from error
+        pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        return pause
+
+
+class _Silence:
+    """When to doubt a subscribed connection: it is asked after PING_INTERVAL without a sign and has `timeout` seconds to answer."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self.broken()
+
+    def broken(self) -> None:
+        """Something was heard."""
+        self._since = time.monotonic()
+        self._asked = 0.0
+
+    def lasts(self) -> bool:
+        """Called after a read that gave nothing. True: ask now; raises BusUnavailable when the answer is overdue."""
+        now = time.monotonic()
+        if self._asked and now - self._asked >= self._timeout:
+            raise BusUnavailable("Redis: the subscribed connection is silent")
+        if self._asked or now - self._since < PING_INTERVAL:
+            return False
+        self._asked = now
+        return True
+
+    def wait(self, deadline: float | None) -> float:
+        """Seconds that the next read may take, up to the caller's deadline."""
+        most = self._timeout if self._asked else PING_INTERVAL
+        return most if deadline is None else max(SHORTEST_READ, min(most, deadline - time.monotonic()))
+
+
+def _first_error(answers: list[Any], keep_errors: bool) -> list[Any]:
+    for answer in answers:
+        if isinstance(answer, Exception) and (not keep_errors or isinstance(answer, _PASSING) or _tells_unable(answer)):
+            raise answer
+    return answers
+
+
+class _Packer:
+    """Commands as redis-py's connections want them."""
+
+    def pack(self, name: str, *arguments: Argument) -> list[bytes]:
+        return [pack(*name.split(), *arguments)]
+
+
+class Bus:
+    """Blocking. Connections are pooled; one bus serves all threads of a process. Must not be used across a fork."""
+
+    def __init__(self, url: str, *, timeout: float = TIMEOUT, patience: float = PATIENCE, max_connections: int = 16) -> None:
+        self.url = url
+        self.patience = patience
+        self.timeout = timeout
+        self._client = self._connect(timeout, max_connections)
+        self._blocking = self._connect(timeout + MAX_BLOCK, max_connections)
+
+    def _connect(self, timeout: float, max_connections: int) -> Any:  # redis.Redis, whose methods are untyped
+        pool = redis.BlockingConnectionPool.from_url(
+            self.url,
+            max_connections=max_connections,
+            timeout=timeout,
+            retry=Retry(NoBackoff(), 0),
+            command_packer=_Packer(),
+            **_options(timeout),
+        )
+        client = redis.Redis(connection_pool=pool)
+        client.response_callbacks.clear()
+        return client
+
+    def run(self, call: Call[T]) -> T:
+        """The call's result. Raises BusUnavailable, Fenced, and redis.ResponseError for what is a fault of the program."""
+        while True:
+            result = call.decode(self._answer(call))
+            if not isinstance(result, Call):
+                return result
+            call = result
+
+    def _answer(self, call: Call[Any]) -> Any:
+        patience = _Patience(self.patience)
+        while True:
+            try:
+                return self._send(call)
+            except _PASSING as error:
+                time.sleep(patience.pause(error))
+            except RedisError as error:
+                raise _translate(error) from error
+
+    def _send(self, call: Call[Any]) -> Any:
+        client = self._blocking if call.block else self._client
+        if call.script is not None:
+            try:
+                return client.execute_command(*call.evalsha())
+            except NoScriptError:
+                return client.execute_command(*call.eval())
+        if not call.commands:
+            return []
+        if len(call.commands) == 1 and not call.keep_errors:
+            return [client.execute_command(*call.commands[0])]
+        with client.pipeline(transaction=call.transaction) as pipeline:
+            for command in call.commands:
+                pipeline.execute_command(*command)
+            return _first_error(pipeline.execute(raise_on_error=False), call.keep_errors)
+
+    @contextmanager
+    def subscribe(self, *channels: str) -> Iterator[Subscription]:
+        """Listen to channels; returns once Redis has confirmed them."""
+        subscription = Subscription(self.url, channels, self.timeout)
+        try:
+            yield subscription
+        finally:
+            subscription.close()
+
+    def close(self) -> None:
+        for client in (self._client, self._blocking):
+            client.close()
+            client.connection_pool.disconnect()
+
+    def __enter__(self) -> Bus:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class Subscription:
+    """One connection that listens to channels. It never reconnects by itself: a hole in what was heard must be seen, so that its
+    owner subscribes anew and asks for what it missed. Raises BusUnavailable where the connection broke or fell silent.
+    """
+
+    def __init__(self, url: str, channels: tuple[str, ...], timeout: float = TIMEOUT) -> None:
+        pool: Any = redis.ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 0), **_options(timeout))
+        self._pool = pool
+        self._connection = pool.make_connection()
+        self._timeout = timeout
+        try:
+            self._connection.connect()
+            self._connection.send_command("SUBSCRIBE", *channels)
+            for _ in channels:
+                self._connection.read_response(timeout=timeout)
+        except (RedisError, OSError) as error:
+            self.close()
+            raise BusUnavailable(f"Redis: {error}") from error
+        self._silence = _Silence(timeout)
+
+    def get(self, timeout: float) -> tuple[str, bytes] | None:
+        """The next (channel, payload), or None after `timeout` seconds without one."""
+        deadline = time.monotonic() + timeout
+        while True:
+            message = self._read(self._silence.wait(deadline))
+            if message is not None and message[0] == b"message":
+                return message[1].decode(), message[2]
+            if time.monotonic() >= deadline:
+                return None
+
+    def _read(self, timeout: float) -> Any:
+        try:
+            if self._connection.can_read(timeout):
+                message = self._connection.read_response(timeout=self._timeout)
+                self._silence.broken()
+                return message
+            if self._silence.lasts():
+                self._connection.send_command("PING", check_health=False)
+        except (RedisError, OSError) as error:
+            raise BusUnavailable(f"Redis: {error}") from error
+        return None
+
+    def close(self) -> None:
+        self._connection.disconnect()
+        self._pool.disconnect()
+
+
+class AsyncBus:
+    """The same for asyncio; belongs to one event loop. Scripts, which are short, share one connection; any other call has one of a
+    pool to itself."""
+
+    def __init__(self, url: str, *, timeout: float = TIMEOUT, patience: float = PATIENCE, max_connections: int = 64) -> None:
+        self.url = url
+        self.patience = patience
+        self.timeout = timeout
+        # No socket timeout: redis-py would send under asyncio.wait_for, which swallows a cancellation that comes as it completes
+        # (cpython#86296, to Python 3.11) and costs a task a command. `_answer` has the timeout instead.
+        options = _options(timeout) | {"socket_timeout": None}
+        pool: Any = redis.asyncio.BlockingConnectionPool.from_url(
+            url, max_connections=max_connections, timeout=timeout, retry=AsyncRetry(NoBackoff(), 0), **options
+        )
+        self._client: Any = redis.asyncio.Redis(connection_pool=pool)  # its methods are untyped
+        self._client.response_callbacks.clear()
+        self._line: Line | None = None
+        # Makes the connections that become lines, and keeps none of them.
+        self._line_pool: Any = redis.asyncio.ConnectionPool.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **options)
+        self._opening = asyncio.Lock()
+
+    async def run(self, call: Call[T]) -> T:
+        """As Bus.run."""
+        while True:
+            result = call.decode(await self._answer(call))
+            if not isinstance(result, Call):
+                return result
+            call = result
+
+    async def _answer(self, call: Call[Any]) -> Any:
+        patience = _Patience(self.patience)
+        while True:
+            try:
+                if call.script is not None:
+                    return await self._run_script(call)
+                async with asyncio.timeout(self.timeout + call.block):
+                    return await self._send(call)
+            except _PASSING as error:
+                if isinstance(error, ReadOnlyError) and self._line is not None:
+                    self._line.close()  # as redis-py does with one of its pool
+                await asyncio.sleep(patience.pause(error))
+            except RedisError as error:
+                raise _translate(error) from error
+
+    async def _run_script(self, call: Call[Any]) -> Any:
+        line = self._line
+        if line is None or line.closed:
+            line = await self._reopened_line()
+        try:
+            return await line.ask(call.evalsha())
+        except NoScriptError:
+            return await line.ask(call.eval())
+
+    async def _reopened_line(self) -> Line:
+        async with asyncio.timeout(self.timeout), self._opening:  # one opens it for all
+            if self._line is None or self._line.closed:
+                self._line = await open_line(self._line_pool, self.timeout)
+            return self._line
+
+    async def _send(self, call: Call[Any]) -> Any:
+        client = self._client
+        if not call.commands:
+            return []
+        if len(call.commands) == 1 and not call.keep_errors:
+            return [await client.execute_command(*call.commands[0])]
+        async with client.pipeline(transaction=call.transaction) as pipeline:
+            for command in call.commands:
+                pipeline.execute_command(*command)
+            return _first_error(await pipeline.execute(raise_on_error=False), call.keep_errors)
+
+    @asynccontextmanager
+    async def subscribe(self, *channels: str) -> AsyncIterator[AsyncSubscription]:
+        """As Bus.subscribe."""
+        subscription = AsyncSubscription(self.url, channels, self.timeout)
+        await subscription.open()
+        try:
+            yield subscription
+        finally:
+            await subscription.close()
+
+    async def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        await self._client.aclose()
+        await self._client.connection_pool.disconnect()
+
+    async def __aenter__(self) -> AsyncBus:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+
+class AsyncSubscription:
+    """As Subscription. One task at a time may call `get`; a cancelled `get` closes the subscription."""
+
+    def __init__(self, url: str, channels: tuple[str, ...], timeout: float = TIMEOUT) -> None:
+        pool: Any = redis.asyncio.ConnectionPool.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **_options(timeout))
+        self._pool = pool
+        self._connection = pool.make_connection()
+        self._channels = channels
+        self._timeout = timeout
+        self._silence = _Silence(timeout)
+
+    async def open(self) -> None:
+        try:
+            await self._connection.connect()
+            await self._connection.send_command("SUBSCRIBE", *self._channels)
+            for _ in self._channels:
+                await self._connection.read_response(timeout=self._timeout)
+        except (RedisError, OSError) as error:
+            await self.close()
+            raise BusUnavailable(f"Redis: {error}") from error
+        self._silence = _Silence(self._timeout)
+
+    async def get(self, timeout: float | None = None) -> tuple[str, bytes] | None:
+        """The next (channel, payload), or None after `timeout` seconds without one (None: waits for ever)."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            message = await self._read(self._silence.wait(deadline))
+            if message is not None and message[0] == b"message":
+                return message[1].decode(), message[2]
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
+
+    async def _read(self, timeout: float) -> Any:
+        try:
+            message = await self._connection.read_response(timeout=timeout)
+            if message is not None:
+                self._silence.broken()
+            elif self._silence.lasts():
+                await self._connection.send_command("PING", check_health=False)
+        except (RedisError, OSError) as error:
+            raise BusUnavailable(f"Redis: {error}") from error
+        return message
+
+    async def close(self) -> None:
+        await self._connection.disconnect()
+        await self._pool.disconnect()

@@ -1,0 +1,62 @@
+"""Commands to a running engine, through the control stream of its slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine.bus import keys
+from engine.bus.call import Call, milliseconds
+from engine.bus.records import parse_fields
+from engine.protocol import ControlCommand, decode_control, encode
+
+COMMANDS_KEPT = 65536  # of a control stream, about
+CONTROL_TTL = 600.0  # seconds that a control stream outlives its last command
+
+
+def control(model: str, slot: str, incarnation: int, command: ControlCommand) -> Call[None]:
+    """Put a command before one engine incarnation. A later holder of the slot leaves it aside."""
+    stream = keys.control(model, slot)
+    commands = (
+        ("XADD", stream, "MAXLEN", "~", COMMANDS_KEPT, "*", "incarnation", incarnation, "command", encode(command)),
+        ("PEXPIRE", stream, milliseconds(CONTROL_TTL)),
+        ("PUBLISH", keys.control_channel(model, slot), b""),
+    )
+    return Call(lambda answers: None, commands=commands, transaction=True)
+
+
+@dataclass(frozen=True)
+class ControlBatch:
+    last_id: str  # where to read on
+    commands: list[ControlCommand]
+
+
+def read_control(
+    model: str, slot: str, incarnation: int, last_id: str = "0", block: float = 0.0, count: int = 1024
+) -> Call[ControlBatch]:
+    """Commands for this incarnation behind `last_id`; waits at most `block` seconds for one. Commands that this version cannot
+    read are left aside."""
+    options = ("BLOCK", milliseconds(block)) if block > 0 else ()
+
+    def decode(answers: list[Any]) -> ControlBatch:
+        entries = answers[0][0][1] if answers[0] else []
+        commands: list[ControlCommand] = []
+        for _, flat in entries:
+            fields = parse_fields(flat)
+            if int(fields["incarnation"]) != incarnation:
+                continue
+            try:
+                commands.append(decode_control(fields["command"]))
+            except msgspec.DecodeError:
+                continue
+        return ControlBatch(entries[-1][0].decode() if entries else last_id, commands)
+
+    command = ("XREAD", "COUNT", count, *options, "STREAMS", keys.control(model, slot), last_id)
+    return Call(decode, commands=(command,), block=block)
+
+
+def publish(channel: str, payload: bytes) -> Call[int]:
+    """A hint or a reply, to whoever listens now; the number of listeners."""
+    return Call(lambda answers: int(answers[0]), commands=(("PUBLISH", channel, payload),))

@@ -1,0 +1,117 @@
+"""The way in: `enqueue`, what it is told and how it refuses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.bus import keys
+from engine.bus.call import Argument, Call, epoch, flat, script
+from engine.protocol import EngineCoreRequest, encode
+
+MEMORY_SHARE = 0.8  # of maxmemory, beyond which nothing new is admitted
+MAX_EXACT = 2**53  # Lua's numbers are doubles
+
+
+@dataclass(frozen=True)
+class RequestFacts:
+    """What the record shall say of a request that its engine needs not know."""
+
+    external_id: str  # the id that the client knows it by; several requests may share one
+    endpoint: str = ""
+    stream: bool = False
+    model: str = ""  # the name that the client asked for
+
+
+@dataclass(frozen=True)
+class AdmissionLimits:
+    max_num_queued_reqs: int | None = None  # choices waiting or running for the model, the new ones included
+    max_num_queued_tokens: int | None = None  # prompt tokens waiting for the model, before the new ones
+    require_engine: bool = True  # refuse where no engine of the model lives
+    memory_share: float = MEMORY_SHARE  # of Redis' maxmemory, where it is set; 0: not checked
+
+
+@dataclass(frozen=True)
+class Enqueued:
+    entries: list[str]  # ids in the requests stream, in the order of the requests
+
+
+@dataclass
+class Refused(Exception):
+    """Nothing of the list was enqueued."""
+
+    reason: str  # "max_num_queued_reqs" | "max_num_queued_tokens" | "no_engine" | "memory" | "aborted" | "duplicate"
+    value: int = 0  # what was measured against the limit; bytes for "memory"
+    limit: int = 0
+    request_id: str = ""  # of an "aborted" or "duplicate" one
+
+    def __str__(self) -> str:
+        match self.reason:
+            case "max_num_queued_reqs":
+                return f"{self.value} requests wait or run, the limit is {self.limit}"
+            case "max_num_queued_tokens":
+                return f"{self.value} prompt tokens wait, the limit is {self.limit}"
+            case "memory":
+                return f"Redis uses {self.value} bytes, new requests stop at {self.limit}"
+            case "no_engine":
+                return "no engine serves the model now"
+            case "aborted":
+                return f"request {self.request_id} was aborted before it came"
+            case _:
+                return f"request {self.request_id} exists already"
+
+
+def enqueue(
+    model: str, requests: Sequence[EngineCoreRequest], facts: RequestFacts, limits: AdmissionLimits | None = None
+) -> Call[Enqueued | Refused]:
+    """All of the requests or none. Sent again by the same API server under the same ids and handles, it succeeds again."""
+    limits = limits or AdmissionLimits()
+    now = epoch(time.time())
+    arguments: list[Argument] = [
+        now,
+        -1 if limits.max_num_queued_reqs is None else limits.max_num_queued_reqs,
+        -1 if limits.max_num_queued_tokens is None else limits.max_num_queued_tokens,
+        int(limits.require_engine),
+        limits.memory_share,
+        keys.wake_channel(model),
+        len(requests),
+    ]
+    for request in requests:
+        if not 0 <= request.handle < MAX_EXACT:
+            raise ValueError(f"handle {request.handle} does not fit 53 bits")
+        arguments += [request.request_id, encode(request), *flat(_first_fields(request, facts, model, now))]
+
+    def decode(answer: list[Any]) -> Enqueued | Refused:
+        if answer[0] == b"ok":
+            return Enqueued([entry.decode() for entry in answer[1:]])
+        reason, value, limit, request_id = answer[1:]
+        return Refused(reason.decode(), int(value), int(limit), request_id.decode())
+
+    return Call(
+        decode,
+        script=script("enqueue", "ledger"),
+        keys=(*keys.ledger(model), keys.slots(model), keys.slot(model)),
+        arguments=tuple(arguments),
+    )
+
+
+def _first_fields(request: EngineCoreRequest, facts: RequestFacts, model: str, now: str) -> dict[str, Argument]:
+    """The record of a request as it comes."""
+    return {
+        "id": request.request_id,
+        "external_id": facts.external_id,
+        "state": "queued",
+        "client": request.client,
+        "handle": request.handle,
+        "tenant": request.tenant,
+        "model": facts.model or model,
+        "endpoint": facts.endpoint,
+        "stream": int(facts.stream),
+        "priority": request.priority,
+        "prompt_tokens": len(request.prompt_token_ids) // 4,
+        "max_tokens": request.sampling.max_tokens,
+        "n": request.sampling.n,
+        "enqueued": now,
+    }

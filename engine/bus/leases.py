@@ -1,0 +1,180 @@
+"""Who is alive: engine slots and API servers, each a key with a time to live; and who may say that one is dead."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from engine.bus import keys
+from engine.bus.call import Call, epoch, milliseconds, script
+from engine.protocol import EngineInfo, decode_info, encode
+
+SLOT_TTL = 2.0  # seconds that a slot outlives its last heartbeat
+BEAT_INTERVAL = 0.5  # seconds
+API_TTL = 3.0
+
+
+class ClaimedSlot(NamedTuple):
+    slot: str
+    incarnation: int
+
+
+def claim_slot(model: str, info: EngineInfo, ttl: float = SLOT_TTL, wanted: int = 0) -> Call[ClaimedSlot]:
+    """The slot `wanted`, or the lowest free one where that is held, under a new incarnation that is higher than all before.
+
+    `info`'s slot and incarnation are filled in. The first thing to do with it: `bury(model, slot, incarnation - 1, ...)`.
+    """
+
+    def claimed(answer: list[Any]) -> Call[ClaimedSlot]:
+        got = ClaimedSlot(answer[0].decode(), int(answer[1]))
+        filled = msgspec.structs.replace(info, slot=got.slot, incarnation=got.incarnation)
+        first_beat = beat(model, got.slot, got.incarnation, filled, ttl)
+        return Call(lambda _: got, first_beat.script, first_beat.keys, first_beat.arguments)
+
+    claim: Call[ClaimedSlot] = Call(
+        claimed,
+        script("claim"),
+        (keys.slots(model), keys.incarnation(model), keys.slot(model), keys.slot_claim(model)),
+        (secrets.token_hex(8), milliseconds(ttl), wanted),
+    )
+    return Call(lambda _: claim, commands=(("SADD", keys.models(), model),))
+
+
+def beat(model: str, slot: str, incarnation: int, info: EngineInfo, ttl: float = SLOT_TTL) -> Call[None]:
+    """The heartbeat: every BEAT_INTERVAL, from a loop that makes progress. Raises Fenced."""
+    return Call(
+        lambda _: None,
+        script("beat"),
+        (keys.slot(model, slot), keys.slot_info(model, slot)),
+        (incarnation, milliseconds(ttl), encode(info)),
+    )
+
+
+def release_slot(model: str, slot: str, incarnation: int) -> Call[bool]:
+    """Give the slot back. False: it was not held by this incarnation any more."""
+    return Call(bool, script("release"), (keys.slot(model, slot), keys.slot_info(model, slot)), (incarnation,))
+
+
+def models() -> Call[list[str]]:
+    """Every model that had an engine, by name."""
+    return Call(lambda answers: sorted(name.decode() for name in answers[0]), commands=(("SMEMBERS", keys.models()),))
+
+
+def engines(model: str) -> Call[list[EngineInfo]]:
+    """The living engines of a model, by slot."""
+
+    def decode(answers: list[Any]) -> list[EngineInfo]:
+        return [decode_info(payload) for payload in answers if payload is not None]
+
+    def slots(answers: list[Any]) -> list[EngineInfo] | Call[list[EngineInfo]]:
+        numbers = sorted((name.decode() for name in answers[0]), key=int)
+        return Call(decode, commands=tuple(("GET", keys.slot_info(model, number)) for number in numbers))
+
+    return Call(slots, commands=(("SMEMBERS", keys.slots(model)),))
+
+
+# API servers.
+
+
+def announce_api(ttl: float = API_TTL) -> Call[str]:
+    """A new API server incarnation, known to Redis from now on; the name of its channel and of its heartbeat."""
+
+    def choose(answers: list[Any]) -> Call[str]:
+        seconds, microseconds = (int(part) for part in answers[0])
+        incarnation = str(seconds * 1_000_000 + microseconds)
+
+        def chosen(results: list[Any]) -> str | Call[str]:
+            return incarnation if results[0] is not None else announce_api(ttl)
+
+        commands = (
+            ("SET", keys.api(incarnation), b"", "NX", "PX", milliseconds(ttl)),
+            ("ZADD", keys.apis(), seconds, incarnation),
+        )
+        return Call(chosen, commands=commands, transaction=True)
+
+    return Call(choose, commands=(("TIME",),))
+
+
+def beat_api(incarnation: str, ttl: float = API_TTL) -> Call[None]:
+    commands = (
+        ("SET", keys.api(incarnation), b"", "PX", milliseconds(ttl)),
+        ("ZADD", keys.apis(), epoch(time.time()), incarnation),
+    )
+    return Call(lambda answers: None, commands=commands, transaction=True)
+
+
+def release_api(incarnation: str) -> Call[None]:
+    commands = (("DEL", keys.api(incarnation)), ("ZREM", keys.apis(), incarnation))
+    return Call(lambda answers: None, commands=commands, transaction=True)
+
+
+# Death.
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One look at a model's engines."""
+
+    pending: Mapping[str, int]  # slot -> entries that its consumer has in flight; slots without any are left out
+    holders: Mapping[str, int]  # slot -> incarnation that lives in it
+    last_incarnation: int  # the last one given, read before the rest: whoever is missing had this one or a lower one
+
+
+class DeadEngine(NamedTuple):
+    slot: str
+    incarnation: int  # this one and those before it
+
+
+def observe(model: str) -> Call[Observation]:
+    def holders(answers: list[Any]) -> Call[Observation]:
+        last, slots, summary = answers
+        pending: dict[str, int] = {}
+        if not isinstance(summary, Exception):  # no stream yet
+            for consumer, count in summary[3] or ():
+                pending[keys.slot_of_consumer(consumer.decode())] = int(count)
+        numbers = sorted((name.decode() for name in slots), key=int)
+
+        def decode(values: list[Any]) -> Observation:
+            held = {number: int(value) for number, value in zip(numbers, values, strict=True) if value is not None}
+            return Observation(pending, held, int(last or 0))
+
+        return Call(decode, commands=tuple(("GET", keys.slot(model, number)) for number in numbers))
+
+    commands = (
+        ("GET", keys.incarnation(model)),
+        ("SMEMBERS", keys.slots(model)),
+        ("XPENDING", keys.requests(model), keys.GROUP),
+    )
+    return Call(holders, commands=commands, keep_errors=True)
+
+
+@dataclass
+class DeathWatch:
+    """Declares an engine dead that has requests in flight and whose heartbeat was missing for a whole time to live, all of which
+    this observer itself saw Redis up. Give it an observation at least once a time to live, and `lost_contact` when one fails.
+    """
+
+    ttl: float = SLOT_TTL  # seconds
+    _missing_since: dict[str, float] = field(default_factory=dict)
+    _last_look: float | None = None
+
+    def observe(self, observation: Observation, now: float) -> list[DeadEngine]:
+        """`now`: a monotonic clock, in seconds, read before the observation was asked for. The dead are named again at each look as
+        long as they have something in flight."""
+        if self._last_look is not None and now - self._last_look > self.ttl:
+            self.lost_contact()
+        self._last_look = now
+        missing = observation.pending.keys() - observation.holders.keys()
+        self._missing_since = {slot: self._missing_since.get(slot, now) for slot in missing}
+        dead = [slot for slot, since in self._missing_since.items() if now - since >= self.ttl]
+        return [DeadEngine(slot, observation.last_incarnation) for slot in sorted(dead)]
+
+    def lost_contact(self) -> None:
+        """Redis was away, or nobody looked: what was missing may have been there."""
+        self._missing_since.clear()
+        self._last_look = None

@@ -1,0 +1,96 @@
+"""What upkeep looks at and tidies. Every call is safe to run twice and from several processes at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.bus import keys
+from engine.bus.call import Call, milliseconds, script
+from engine.bus.leases import API_TTL, SLOT_TTL
+from engine.bus.records import parse_fields
+
+LOOKS_APART = 15.0  # seconds after which a first look counts no more
+PAGE = 500
+
+
+def _absent(heartbeat: str, marker: str, ttl: float) -> Call[bool]:
+    return Call(bool, script("absent"), (heartbeat, marker), (milliseconds(ttl), milliseconds(LOOKS_APART)))
+
+
+def api_absent(incarnation: str, ttl: float = API_TTL) -> Call[bool]:
+    """Whether an API server's heartbeat was missing at two looks at least `ttl` apart, Redis not restarted between."""
+    return _absent(keys.api(incarnation), keys.absent_api(incarnation), ttl)
+
+
+def engine_absent(model: str, slot: str, ttl: float = SLOT_TTL) -> Call[bool]:
+    """The same of an engine's slot."""
+    return _absent(keys.slot(model, slot), keys.absent_engine(model, slot), ttl)
+
+
+def clients(model: str) -> Call[dict[str, int]]:
+    """API server incarnation -> requests not ended that it listens for."""
+
+    def decode(answers: list[Any]) -> dict[str, int]:
+        sums = parse_fields(answers[0])
+        return {name.removeprefix("client:"): int(value) for name, value in sums.items() if name.startswith("client:")}
+
+    return Call(decode, commands=(("HGETALL", keys.load(model)),))
+
+
+def requests_of(model: str, incarnations: frozenset[str], most: int = 2000) -> Call[list[str]]:
+    """Ids of live requests that one of these API servers listens for, oldest first, `most` at most."""
+
+    def page(start: int, found: list[str]) -> Call[list[str]]:
+        def owners(answers: list[Any]) -> list[str] | Call[list[str]]:
+            ids = [name.decode() for name in answers[0]]
+            if not ids:
+                return found
+
+            def choose(values: list[Any]) -> list[str] | Call[list[str]]:
+                theirs = [name for name, client in zip(ids, values, strict=True) if client and client.decode() in incarnations]
+                everything = [*found, *theirs]
+                return everything[:most] if len(everything) >= most else page(start + PAGE, everything)
+
+            return Call(choose, commands=tuple(("HGET", keys.record(model, name), "client") for name in ids))
+
+        return Call(owners, commands=(("ZRANGE", keys.live(model), start, start + PAGE - 1),))
+
+    return page(0, [])
+
+
+def forget_records(model: str) -> Call[int]:
+    """Take ended requests whose records have run out off the index; how many."""
+
+    def page(forgotten: int) -> Call[int]:
+        def look(answers: list[Any]) -> int | Call[int]:
+            ids = answers[0]
+
+            def forget(exist: list[Any]) -> int | Call[int]:
+                gone = [name for name, there in zip(ids, exist, strict=True) if not there]
+                if not gone:
+                    return forgotten
+                again = page(forgotten + len(gone)) if len(gone) == PAGE else forgotten + len(gone)
+                return Call(lambda _: again, commands=(("ZREM", keys.ended(model), *gone),))
+
+            return Call(forget, commands=tuple(("EXISTS", keys.record(model, name.decode())) for name in ids))
+
+        return Call(look, commands=(("ZRANGE", keys.ended(model), 0, PAGE - 1),))
+
+    return page(0)
+
+
+def forget_api_servers(before: float) -> Call[int]:
+    """Take API servers without a heartbeat, last heard of before this time (epoch seconds), off the index; how many."""
+
+    def look(answers: list[Any]) -> Call[int]:
+        names = [name.decode() for name in answers[0]]
+
+        def forget(exist: list[Any]) -> int | Call[int]:
+            gone = [name for name, there in zip(names, exist, strict=True) if not there]
+            if not gone:
+                return 0
+            return Call(lambda counts: int(counts[0]), commands=(("ZREM", keys.apis(), *gone),))
+
+        return Call(forget, commands=tuple(("EXISTS", keys.api(name)) for name in names))
+
+    return Call(look, commands=(("ZRANGEBYSCORE", keys.apis(), "-inf", before, "LIMIT", 0, PAGE),))

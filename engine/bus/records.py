@@ -1,0 +1,181 @@
+"""The record of a request, as read from its hash, and the calls that read records. A record never holds prompt text or token ids of
+the prompt; the whole output is in it once the request has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.bus import keys
+from engine.bus.call import Call
+from engine.protocol import EngineInfo, FinishReason, RequestTimes, StoredChoice, StoredOutput, decode_info, decode_stored
+
+PAGE = 500  # records read at once
+MOST_LOOKED_AT = 10_000  # records that one listing of a tenant reads
+
+
+@dataclass(frozen=True)
+class RecordView:
+    """Times are epoch seconds, 0.0 where the mark was not passed."""
+
+    id: str
+    external_id: str = ""
+    state: str = ""  # "queued" | "running" | "ended"
+    reason: str = ""  # of an ended one: FinishReason's name in lower case
+    error: str = ""
+    entry: str = ""  # id in the requests stream
+    engine: str = ""  # slot that took it
+    incarnation: int = 0  # of the engine
+    client: str = ""  # incarnation of the API server that listens
+    handle: int = 0
+    tenant: str = ""
+    model: str = ""
+    endpoint: str = ""
+    stream: bool = False
+    priority: int = 0
+    prompt_tokens: int = 0
+    max_tokens: int = 0
+    n: int = 1
+    output_tokens: int = 0  # summed over choices
+    cached_tokens: int = 0
+    enqueued: float = 0.0
+    received: float = 0.0
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    finished: float = 0.0
+    preemptions: int = 0
+
+    @property
+    def times(self) -> RequestTimes:
+        return RequestTimes(
+            self.enqueued, self.received, self.scheduled, self.first_token, self.last_token, self.finished, self.preemptions
+        )
+
+
+# Annotations are strings here (postponed evaluation): "str" | "int" | "float" | "bool".
+_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": lambda value: value == "1", "str": str}
+_FIELD_PARSERS = {name: _PARSERS[str(kind)] for name, kind in RecordView.__annotations__.items()}
+FIELDS = tuple(_FIELD_PARSERS)
+
+
+def parse_fields(flat: Sequence[bytes]) -> dict[str, bytes]:
+    """A hash as RESP2 gives it: field, value, field, value, ..."""
+    return {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
+
+
+def parse_record(fields: Mapping[str, bytes | None]) -> RecordView | None:
+    """None where there is no record. Unknown fields (a newer version's) are left aside."""
+    if not fields.get("id"):
+        return None
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
+        parse = _FIELD_PARSERS.get(name)
+        if parse is not None and value is not None:
+            values[name] = parse(value.decode())
+    return RecordView(**values)
+
+
+def _read(model: str, request_id: str) -> tuple[str, ...]:
+    return ("HMGET", keys.record(model, request_id), *FIELDS)
+
+
+def _parse(values: Sequence[bytes | None]) -> RecordView | None:
+    return parse_record(dict(zip(FIELDS, values, strict=True)))
+
+
+def record(model: str, request_id: str) -> Call[RecordView | None]:
+    return Call(lambda answers: _parse(answers[0]), commands=(_read(model, request_id),))
+
+
+def _records(model: str, ids: Sequence[bytes]) -> Call[list[RecordView]]:
+    """Those of the records that still exist, in the order given; of running ones with the tokens that their engine last told of."""
+
+    def decode(answers: list[Any]) -> Call[list[RecordView]]:
+        return _with_progress(model, [view for view in map(_parse, answers) if view is not None])
+
+    return Call(decode, commands=tuple(_read(model, request_id.decode()) for request_id in ids))
+
+
+def _with_progress(model: str, views: list[RecordView]) -> Call[list[RecordView]]:
+    """A record counts output tokens at the end; until then its engine's snapshot does, twice a second."""
+    slots = sorted({view.engine for view in views if view.state == "running"})
+
+    def decode(answers: list[Any]) -> list[RecordView]:
+        infos = {slot: decode_info(payload) for slot, payload in zip(slots, answers, strict=True) if payload is not None}
+        return [_counted(view, infos.get(view.engine)) for view in views]
+
+    return Call(decode, commands=tuple(("GET", keys.slot_info(model, slot)) for slot in slots))
+
+
+def _counted(view: RecordView, engine: EngineInfo | None) -> RecordView:
+    if view.state != "running" or engine is None or engine.incarnation != view.incarnation:
+        return view
+    return replace(view, output_tokens=engine.progress.get(view.id, view.output_tokens))
+
+
+def _listing(model: str, index: str, limit: int, tenant: str | None) -> Call[list[RecordView]]:
+    """Page by page, because how many there are of other tenants is not known."""
+    most = MOST_LOOKED_AT if tenant is not None else limit
+
+    def page(start: int, found: dict[str, RecordView]) -> Call[list[RecordView]]:
+        def look(answers: list[Any]) -> Call[list[RecordView]]:
+            ids = answers[0]
+
+            def choose(values: list[Any]) -> Call[list[RecordView]]:
+                views = [view for view in map(_parse, values) if view is not None and tenant in (None, view.tenant)]
+                everything = found | {view.id: view for view in views}  # what came meanwhile moved some to this page
+                done = len(everything) >= limit or start + PAGE >= most
+                return _with_progress(model, list(everything.values())[:limit]) if done else page(start + PAGE, everything)
+
+            reads = tuple(_read(model, request_id.decode()) for request_id in ids)
+            return Call(choose, commands=reads) if ids else _with_progress(model, list(found.values()))
+
+        last = min(start + PAGE, most) - 1
+        return Call(look, commands=(("ZREVRANGE", index, start, last),))
+
+    return page(0, {})
+
+
+def live_requests(model: str, limit: int = 1000, tenant: str | None = None) -> Call[list[RecordView]]:
+    """Requests that have not ended, newest first. `tenant`: this one's alone."""
+    return _listing(model, keys.live(model), limit, tenant)
+
+
+def ended_requests(model: str, limit: int = 100, tenant: str | None = None) -> Call[list[RecordView]]:
+    """Ended requests whose records are still kept, last ended first. `tenant`: this one's alone."""
+    return _listing(model, keys.ended(model), limit, tenant)
+
+
+def find(model: str, request_id: str, limit: int = 1000) -> Call[list[RecordView]]:
+    """The requests that a client knows under this id, newest first; and the one that bears it as its internal id."""
+
+    def decode(answers: list[Any]) -> Call[list[RecordView]]:
+        found = list(answers[0])
+        if request_id.encode() not in found:
+            found.append(request_id.encode())
+        return _records(model, found)
+
+    return Call(decode, commands=(("ZREVRANGE", keys.external(model, request_id), 0, limit - 1),))
+
+
+def stored_output(model: str, request_id: str) -> Call[StoredOutput | None]:
+    """The whole output of an ended request. None: it has not ended, or its record is gone.
+
+    A request that ended without its engine's word (aborted while it waited, its engine died) has no tokens stored: each choice is
+    then empty, with the record's reason and error.
+    """
+
+    def decode(answers: list[Any]) -> StoredOutput | None:
+        view = _parse(answers[0])
+        if view is None or view.state != "ended":
+            return None
+        if answers[1]:
+            return decode_stored(answers[1])
+        reason = FinishReason[view.reason.upper()]
+        choices = [StoredChoice(b"", reason, None, view.error or None) for _ in range(view.n)]
+        return StoredOutput(choices, view.cached_tokens, view.times)
+
+    read_output = ("HGET", keys.record(model, request_id), "output")
+    return Call(decode, commands=(_read(model, request_id), read_output), transaction=True)

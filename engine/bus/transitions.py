@@ -1,0 +1,204 @@
+"""The ledger's calls: who runs a request, what came of it, how it ends. One script each (engine/bus/lua), all or nothing."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from engine.bus import keys
+from engine.bus.call import Argument, Call, epoch, flat, milliseconds, script
+from engine.bus.control import COMMANDS_KEPT, CONTROL_TTL
+from engine.bus.records import RecordView, parse_fields, parse_record
+from engine.protocol import Abort, FinishReason, encode
+
+RECORD_RETENTION = 3600.0  # seconds that the record of an ended request is kept
+TOMBSTONE_TTL = 600.0  # seconds that an abort waits for a request that it overtook
+JOURNAL_STEPS = 4096  # kept of an engine's journal, about
+JOURNAL_TTL = 600.0  # seconds that a journal outlives its engine
+SHARE_TTL = 1.0  # seconds that an engine's share of what waits is kept for it after it last asked
+BURY_BATCH = 128  # pending entries looked at in one script: Redis answers nobody else meanwhile
+
+
+class Taken(NamedTuple):
+    entry: str  # id in the requests stream
+    payload: bytes  # EngineCoreRequest
+
+
+def take(model: str, slot: str, incarnation: int, count: int, places: int) -> Call[list[Taken]]:
+    """At most `count` of the requests that wait, by priority, then arrival; they are the slot's from now on. Raises Fenced.
+
+    No more than a fair share where others take too: engines of the model that asked within SHARE_TTL come to have equal numbers in
+    flight, but for those that can run no more. `places`: how many more this one could run; 0 leaves all to the others.
+
+    The call carries a nonce: run again after an answer was lost, the same Call gives the same requests. A caller that got
+    BusUnavailable runs the same Call again: it may own requests already.
+    """
+    return Call(
+        lambda answer: [Taken(entry.decode(), payload) for entry, payload in answer],
+        script=script("take", "ledger"),
+        keys=(*keys.ledger(model), keys.slot(model, slot), keys.taken(model, slot), keys.shares(model), keys.slot(model)),
+        arguments=(
+            slot,
+            incarnation,
+            count,
+            secrets.token_hex(8),
+            epoch(time.time()),
+            keys.consumer(),
+            places,
+            milliseconds(SHARE_TTL),
+        ),
+    )
+
+
+def reject(model: str, slot: str, incarnation: int, entry: str, error: str, retention: float = RECORD_RETENTION) -> Call[bool]:
+    """End, with an error, a taken entry whose payload cannot be read; False: it was not this incarnation's. Raises Fenced."""
+    arguments = (
+        incarnation,
+        entry,
+        int(FinishReason.ERROR),
+        error,
+        epoch(time.time()),
+        milliseconds(retention),
+        keys.client_channel(),
+    )
+    return Call(bool, script("reject", "ledger"), (*keys.ledger(model), keys.slot(model, slot)), arguments)
+
+
+@dataclass(frozen=True)
+class EndedRequest:
+    """One request (all its choices) that its engine ended."""
+
+    request_id: str
+    reason: FinishReason  # of the request as a whole
+    output: bytes  # StoredOutput
+    output_tokens: int  # summed over choices
+    cached_tokens: int = 0
+    error: str | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)  # further ones of the record: scheduled, first_token, ...
+
+
+def flush(
+    model: str,
+    slot: str,
+    incarnation: int,
+    step: int,
+    messages: Sequence[tuple[str, bytes]] = (),
+    started: Sequence[tuple[str, Mapping[str, str]]] = (),
+    ended: Sequence[EndedRequest] = (),
+    notices: Sequence[tuple[str, bytes]] = (),
+    retention: float = RECORD_RETENTION,
+) -> Call[int]:
+    """What a step brought, at once: journal entry, publications, records. 1: done; 0: the step was flushed before. Raises Fenced.
+
+    `messages`: (API server incarnation, ClientMessage bytes), one each. `step` rises from flush to flush of an incarnation; a flush
+    with a step that is not higher than the last one's is taken for a resend. `started`: record fields of running requests.
+    `notices`: (channel, ControlReply bytes).
+    """
+    arguments: list[Argument] = [
+        incarnation,
+        step,
+        epoch(time.time()),
+        milliseconds(retention),
+        JOURNAL_STEPS,
+        milliseconds(JOURNAL_TTL),
+        keys.client_channel(),
+        len(messages),
+        len(started),
+        len(ended),
+        len(notices),
+    ]
+    for client, payload in messages:
+        arguments += [client, payload]
+    for request_id, fields in started:
+        arguments += [request_id, *flat(fields)]
+    for request in ended:
+        arguments += [request.request_id, *flat(_last_fields(request))]
+    for channel, payload in notices:
+        arguments += [channel, payload]
+    return Call(
+        int,
+        script=script("flush", "ledger"),
+        keys=(*keys.ledger(model), keys.slot(model, slot), keys.journal(model, slot, incarnation)),
+        arguments=tuple(arguments),
+    )
+
+
+def _last_fields(request: EndedRequest) -> dict[str, Argument]:
+    """What the end of a request puts into its record."""
+    error: dict[str, Argument] = {} if request.error is None else {"error": request.error}
+    return {
+        "reason": str(request.reason),
+        "output_tokens": request.output_tokens,
+        "cached_tokens": request.cached_tokens,
+        "output": request.output,
+        **request.fields,
+        **error,
+    }
+
+
+@dataclass(frozen=True)
+class FinishOutcome:
+    """`state` before the call: "queued" (it is ended now), "running" (its engine was told and answers), "ended" or "unknown"."""
+
+    state: str
+    record: RecordView | None
+
+
+def finish(
+    model: str, request_id: str, command: Abort, error: str | None = None, retention: float = RECORD_RETENTION
+) -> Call[FinishOutcome]:
+    """End a request in whatever state it is. An unknown id leaves a tombstone, so that the request is refused when it comes late.
+
+    With a choice (>= 0) of a request of several choices that still waits, nothing happens: what has no output needs no stop.
+    """
+    arguments = (
+        request_id,
+        int(command.reason),
+        str(command.reason),
+        error or "",
+        command.choice,
+        encode(command),
+        epoch(time.time()),
+        milliseconds(retention),
+        milliseconds(TOMBSTONE_TTL),
+        COMMANDS_KEPT,
+        milliseconds(CONTROL_TTL),
+        keys.client_channel(),
+        keys.control_channel(model),
+    )
+
+    def decode(answer: list[Any]) -> FinishOutcome:
+        return FinishOutcome(answer[0].decode(), parse_record(parse_fields(answer[1])))
+
+    return Call(decode, script("finish", "ledger"), (*keys.ledger(model), keys.control(model)), arguments)
+
+
+def bury(model: str, slot: str, incarnation: int, error: str, retention: float = RECORD_RETENTION) -> Call[int]:
+    """End, with an error, what the slot's engines up to `incarnation` had in flight; how many requests that were.
+
+    Refuses (0) while the slot is held by one of these incarnations: who saw the process exit releases its slot first. Bounded
+    batches follow one another.
+    """
+
+    def batch(start: str, buried: int) -> Call[int]:
+        def decode(answer: list[Any]) -> int | Call[int]:
+            done = buried + int(answer[0])
+            return batch(answer[1].decode(), done) if answer[1] else done
+
+        arguments = (
+            incarnation,
+            int(FinishReason.ERROR),
+            error,
+            epoch(time.time()),
+            milliseconds(retention),
+            BURY_BATCH,
+            start,
+            keys.consumer(slot),
+            keys.client_channel(),
+        )
+        return Call(decode, script("bury", "ledger"), (*keys.ledger(model), keys.slot(model, slot)), arguments)
+
+    return batch("-", 0)

@@ -1,0 +1,365 @@
+"""The asyncio client of the bus: what an API server (or any tool) adds, follows, stops, aborts and asks through.
+
+One client a process. It subscribes to its own channel before anything is enqueued, keeps its liveness key, watches the engines'
+heartbeats, and heals streams: after a gap, after silence, and after every reconnect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from engine.bus import keys, leases, records, transitions
+from engine.bus.call import BusUnavailable
+from engine.bus.connection import AsyncBus
+from engine.bus.control import control
+from engine.bus.enqueue import AdmissionLimits, Refused, RequestFacts, enqueue
+from engine.bus.records import RecordView
+from engine.bus.tokenizers import get_tokenizer
+from engine.bus.transitions import FinishOutcome
+from engine.client.discovery import Directory, ModelHandle
+from engine.client.request_stream import FIRST_PROBE_SECONDS, RequestStream
+from engine.protocol import (
+    Abort,
+    ControlReply,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineInfo,
+    FinishReason,
+    OutputLogprobs,
+    Replay,
+    RequestEnded,
+    TokenizerBundle,
+    Utility,
+    decode_client_message,
+    decode_column,
+)
+
+logger = logging.getLogger(__name__)
+
+HOUSEKEEPING_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class AbortResult:
+    found: bool
+    state: str  # "ended": over, and its blocks are free; "unconfirmed": its engine did not answer in time; "unknown": not found
+    num_tokens: int
+    record: RecordView | None = None
+
+
+class AsyncClient:
+    """`on_failure` is called when a background task dies of anything but Redis being away: the process must stop then."""
+
+    def __init__(
+        self, bus: AsyncBus, on_failure: Callable[[BaseException], None] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.incarnation = ""  # given by Redis at `start`
+        self.directory = Directory(bus, clock)
+        self._bus = bus
+        self._clock = clock
+        self._on_failure = on_failure
+        self._handles = itertools.count(1)
+        self._streams: dict[int, RequestStream] = {}
+        self._replies: dict[str, asyncio.Future[ControlReply]] = {}
+        self._incarnations: dict[str, int] = {}  # engine -> the newest incarnation heard of
+        self._bundles: dict[str, TokenizerBundle] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()  # for as long as this client lives
+        self._errands: set[asyncio.Task[Any]] = set()  # aborts and repairs that nobody awaits
+
+    # Life
+
+    async def start(self) -> None:
+        """Announce this server and subscribe to its channel; raises BusUnavailable when Redis is away."""
+        self.incarnation = await self._bus.run(leases.announce_api())
+        subscribed = asyncio.get_running_loop().create_future()
+        self._spawn(self._listen(subscribed), self._tasks)
+        await subscribed
+        await self.directory.refresh()
+        self._spawn(self._housekeep(), self._tasks)
+
+    async def close(self) -> None:
+        """Stop following: open requests are left to whoever reaps this server's, unless they were aborted before."""
+        if self._errands:
+            await asyncio.wait(self._errands, timeout=2.0)
+        await _cancel(self._tasks | self._errands)
+        if self.incarnation:
+            with contextlib.suppress(BusUnavailable):
+                await self._bus.run(leases.release_api(self.incarnation))
+
+    # Requests
+
+    def next_handle(self) -> int:
+        return next(self._handles)
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    async def add(
+        self, model: str, requests: list[EngineCoreRequest], facts: RequestFacts, limits: AdmissionLimits
+    ) -> list[RequestStream]:
+        """Enqueue a prompt list, whole or not at all. Raises Refused, BusUnavailable.
+
+        Streams are registered first, so that no output can come before its reader; on any way out but success they are gone again,
+        and what may have reached the stream is ended.
+        """
+        streams = [RequestStream(request, model, self._finish, self._forget) for request in requests]
+        now = self._clock()
+        for stream in streams:
+            stream.heard(now)
+            self._streams[stream.handle] = stream
+        try:
+            outcome = await self._bus.run(enqueue(model, requests, facts, limits))
+        except BaseException:
+            for stream in streams:
+                self._forget(stream)
+                self._errand(self._end(model, stream.request_id, Abort(stream.request_id)))
+            raise
+        if isinstance(outcome, Refused):
+            for stream in streams:
+                self._forget(stream)
+            raise outcome
+        for stream in streams:
+            stream.enqueued = True
+        return streams
+
+    async def abort(self, model: str, request_id: str, timeout: float = 30.0) -> AbortResult:
+        """End a request of anybody's and wait until its engine confirms that its blocks are free. Raises BusUnavailable."""
+        token, reply = self._expect_reply()
+        try:
+            command = Abort(request_id, reply_to=self.incarnation, token=token)
+            outcome = await self._bus.run(transitions.finish(model, request_id, command))
+            if outcome.state == "running":
+                record = await self._ended_record(model, request_id, reply, timeout)
+            else:
+                record = await self.record(model, request_id)
+        finally:
+            self._replies.pop(token, None)
+        if outcome.state == "unknown":
+            return AbortResult(False, "unknown", 0)
+        if record is not None and record.state != "ended":
+            return AbortResult(True, "unconfirmed", 0, record)
+        return AbortResult(True, "ended", record.output_tokens if record else 0, record)
+
+    async def _ended_record(
+        self, model: str, request_id: str, reply: asyncio.Future[ControlReply], timeout: float
+    ) -> RecordView | None:
+        """The record once the request has ended, or as it is after `timeout` seconds. None: it is gone.
+
+        The engine's reply says when to look. It may not come: then the engine died, and others end its requests.
+        """
+        deadline = self._clock() + timeout
+        while True:
+            pause = min(HOUSEKEEPING_SECONDS, deadline - self._clock())
+            if reply.done():  # and the request goes on: the abort was read before it, and wins when it comes
+                await asyncio.sleep(pause)
+            else:
+                await asyncio.wait({reply}, timeout=pause)
+            record = await self.record(model, request_id)
+            if record is None or record.state == "ended" or self._clock() >= deadline:
+                return record
+
+    async def utility(self, engine: EngineInfo, name: str, *arguments: Any, timeout: float = 60.0) -> ControlReply:
+        """Run a named call in one engine and wait for its answer. Raises TimeoutError, BusUnavailable."""
+        token, reply = self._expect_reply()
+        try:
+            place = (engine.model, engine.slot, engine.incarnation)
+            await self._bus.run(control(*place, Utility(name, list(arguments), self.incarnation, token)))
+            return await asyncio.wait_for(reply, timeout)
+        finally:
+            self._replies.pop(token, None)
+
+    # Looking
+
+    def models(self) -> dict[str, ModelHandle]:
+        """Served name -> model with at least one live engine."""
+        return self.directory.models
+
+    async def tokenizer_bundle(self, model: ModelHandle) -> TokenizerBundle:
+        if model.tokenizer not in self._bundles:
+            bundle = await self._bus.run(get_tokenizer(model.name, model.tokenizer))
+            if bundle is None:
+                raise LookupError(f"The tokenizer of {model.name} is not in Redis.")
+            self._bundles[model.tokenizer] = bundle
+        return self._bundles[model.tokenizer]
+
+    async def record(self, model: str, request_id: str) -> RecordView | None:
+        return await self._bus.run(records.record(model, request_id))
+
+    def engines(self) -> list[EngineInfo]:
+        return self.directory.engines
+
+    # Housekeeping
+
+    async def _housekeep(self) -> None:
+        while True:
+            try:
+                await self._bus.run(leases.beat_api(self.incarnation))
+                await self.directory.refresh()
+                await self.directory.bury_the_dead()
+                await self._probe(self._clock())
+            except BusUnavailable as error:
+                self.directory.lost_contact()
+                logger.warning("Redis is away: %s", error)
+            await asyncio.sleep(HOUSEKEEPING_SECONDS)
+
+    async def _probe(self, now: float) -> None:
+        """Ask after each stream that was silent for its probe interval, which doubles while nothing comes."""
+        for stream in list(self._streams.values()):
+            if now - stream.last_heard >= stream.probe_interval:
+                stream.probed(now)
+                await self._repair(stream)
+
+    async def _repair(self, stream: RequestStream) -> None:
+        """Bring a stream up to what its engine, or its record, has."""
+        was_enqueued = stream.enqueued  # before the look: until then a record that is not there may be on its way
+        record = await self._bus.run(records.record(stream.model, stream.request_id))
+        if record is None:
+            if was_enqueued:
+                stream.take_end(FinishReason.ERROR, "The request's record is gone.")
+        elif record.state == "running":
+            for choice, offset in stream.missing_from():
+                replay = Replay(stream.request_id, choice, offset, self.incarnation, stream.handle)
+                await self._bus.run(control(stream.model, record.engine, record.incarnation, replay))
+        elif record.state == "ended":
+            stored = await self._bus.run(records.stored_output(stream.model, stream.request_id))
+            if stored:
+                stream.take_stored(stored)
+            else:
+                stream.take_end(FinishReason[record.reason.upper()], record.error or None)
+
+    async def _finish(self, stream: RequestStream, choice: int, reason: FinishReason, keep: int, stop_reason: str | None) -> None:
+        """What RequestStream.stop and .abort call: on its way whether or not the caller is cancelled."""
+        self._errand(self._end(stream.model, stream.request_id, Abort(stream.request_id, choice, reason, keep, stop_reason)))
+
+    async def _end(self, model: str, request_id: str, command: Abort) -> FinishOutcome:
+        delay = 0.05
+        while True:
+            try:
+                return await self._bus.run(transitions.finish(model, request_id, command))
+            except BusUnavailable:
+                await asyncio.sleep(delay)  # Redis is away: the end must still reach it
+                delay = min(2 * delay, 2.0)
+
+    # Listening
+
+    async def _listen(self, subscribed: asyncio.Future[None]) -> None:
+        while True:
+            try:
+                async with self._bus.subscribe(keys.client_channel(self.incarnation)) as subscription:
+                    if subscribed.done():
+                        self._errand(self._repair_all())
+                    else:
+                        subscribed.set_result(None)
+                    while True:
+                        message = await subscription.get()
+                        if message is not None:
+                            self._take_in(message[1])
+            except BusUnavailable as error:
+                if not subscribed.done():
+                    subscribed.set_exception(error)
+                    return
+                await asyncio.sleep(0.1)  # between attempts to reach Redis again
+
+    def _take_in(self, payload: bytes) -> None:
+        try:
+            message = decode_client_message(payload)
+        except msgspec.DecodeError as error:  # as good as lost: the streams that it was for will ask for what it told
+            logger.error("a message cannot be read: %s", error)
+            return
+        if isinstance(message, EngineCoreOutputs):
+            if message.incarnation >= self._incarnations.get(message.engine, 0):
+                self._incarnations[message.engine] = message.incarnation
+                self._take_outputs(message)
+        elif isinstance(message, RequestEnded):
+            stream = self._streams.get(message.handle)
+            if stream is not None and stream.request_id == message.request_id:
+                stream.take_end(message.reason, message.error)
+        elif (reply := self._replies.get(message.token)) is not None and not reply.done():
+            reply.set_result(message)
+
+    def _take_outputs(self, message: EngineCoreOutputs) -> None:
+        now = self._clock()
+        gaps: set[int] = set()
+        logprobs = _index_logprobs(message.logprobs)
+        columns = (
+            decode_column(message.handles, np.int64).tolist(),
+            decode_column(message.choices).tolist(),
+            decode_column(message.offsets).tolist(),
+            decode_column(message.token_ids).tolist(),
+        )
+        for handle, choice, offset, token_id in zip(*columns, strict=True):
+            stream = self._streams.get(handle)
+            if stream is not None:
+                stream.last_heard = now  # as `heard` does, which is called for everything but tokens
+                stream.probe_interval = FIRST_PROBE_SECONDS
+                told = logprobs.get((handle, choice, offset)) if logprobs else None
+                if not stream.take_token(choice, offset, token_id, told):
+                    gaps.add(handle)
+        for entry in message.prompt_logprobs:
+            stream = self._streams.get(entry.handle)
+            if stream is not None and not stream.take_prompt_logprobs(entry):
+                gaps.add(entry.handle)
+        for terminal in message.finished:
+            stream = self._streams.get(terminal.handle)
+            if stream is not None and not stream.take_terminal(terminal):
+                gaps.add(terminal.handle)
+        for handle in gaps & self._streams.keys():  # what came later in the message may have ended it
+            self._errand(self._heal(self._streams[handle]))
+
+    async def _heal(self, stream: RequestStream) -> None:
+        with contextlib.suppress(BusUnavailable):  # the next probe asks again
+            await self._repair(stream)
+
+    async def _repair_all(self) -> None:
+        for stream in list(self._streams.values()):
+            await self._heal(stream)
+
+    # Small parts
+
+    def _expect_reply(self) -> tuple[str, asyncio.Future[ControlReply]]:
+        token = secrets.token_hex(8)
+        self._replies[token] = reply = asyncio.get_running_loop().create_future()
+        return token, reply
+
+    def _forget(self, stream: RequestStream) -> None:
+        self._streams.pop(stream.handle, None)
+
+    def _errand(self, work: Coroutine[Any, Any, Any]) -> None:
+        self._spawn(work, self._errands)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any], among: set[asyncio.Task[Any]]) -> None:
+        task = asyncio.create_task(work)
+        among.add(task)
+        task.add_done_callback(among.discard)
+        task.add_done_callback(self._check)
+
+    def _check(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a background task of the client died", exc_info=error)
+            if self._on_failure is not None:
+                self._on_failure(error)
+
+
+async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancel until all have ended: `asyncio.wait_for` of Python 3.11, in which redis-py waits, can swallow a cancellation that
+    comes together with its result."""
+    while tasks:
+        for task in tasks:
+            task.cancel()
+        _, tasks = await asyncio.wait(tasks, timeout=0.1)
+
+
+def _index_logprobs(entries: list[OutputLogprobs]) -> dict[tuple[int, int, int], OutputLogprobs]:
+    return {(entry.handle, entry.choice, entry.offset): entry for entry in entries}

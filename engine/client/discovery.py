@@ -1,0 +1,85 @@
+"""Who is alive: models, their engines, and the engines that an observer may declare dead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.bus import leases, transitions
+from engine.bus.connection import AsyncBus
+from engine.bus.leases import DeathWatch
+from engine.protocol import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+ENGINE_DIED = "The engine that ran this request died."
+
+
+@dataclass(frozen=True)
+class ModelHandle:
+    """A model with at least one live engine."""
+
+    name: str  # canonical: what its keys are made of
+    tokenizer: str  # content hash of its TokenizerBundle
+    engines: list[EngineInfo] = field(default_factory=list)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that every live engine can take."""
+        return min(engine.max_model_len for engine in self.engines)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.engines[0].vocab_size
+
+    @property
+    def max_logprobs(self) -> int:
+        return min((engine.max_logprobs for engine in self.engines), key=lambda most: most if most >= 0 else 1 << 30)
+
+
+class Directory:
+    """What Redis says of models and engines, refreshed by its owner; never older than the owner's last successful `refresh`."""
+
+    def __init__(self, bus: AsyncBus, clock: Callable[[], float]) -> None:
+        self.models: dict[str, ModelHandle] = {}  # by served name
+        self.engines: list[EngineInfo] = []
+        self.known_models: set[str] = set()  # with an engine alive or not
+        self.redis_up = False
+        self._bus = bus
+        self._clock = clock
+        self._watches: dict[str, DeathWatch] = {}
+
+    async def refresh(self) -> None:
+        """Raises BusUnavailable."""
+        self.known_models = set(await self._bus.run(leases.models()))
+        served: dict[str, ModelHandle] = {}
+        everyone: list[EngineInfo] = []
+        for name in sorted(self.known_models):
+            engines = await self._bus.run(leases.engines(name))
+            everyone += engines
+            if engines:
+                handle = ModelHandle(name, engines[0].tokenizer, engines)
+                for served_name in [name, *(alias for engine in engines for alias in engine.served_names)]:
+                    served.setdefault(served_name, handle)
+        self.models, self.engines, self.redis_up = served, everyone, True
+
+    async def bury_the_dead(self) -> int:
+        """End the requests of engines whose heartbeat was missing for a whole time to live while Redis was up; how many ended.
+
+        Raises BusUnavailable.
+        """
+        buried = 0
+        for name in sorted(self.known_models):
+            watch = self._watches.setdefault(name, DeathWatch())
+            now = self._clock()
+            for dead in watch.observe(await self._bus.run(leases.observe(name)), now):
+                logger.error("engine %s of %s is dead: its requests end", dead.slot, name)
+                buried += await self._bus.run(transitions.bury(name, dead.slot, dead.incarnation, ENGINE_DIED))
+        return buried
+
+    def lost_contact(self) -> None:
+        """Redis was away: nobody can be declared dead for what was not seen."""
+        self.redis_up = False
+        for watch in self._watches.values():
+            watch.lost_contact()

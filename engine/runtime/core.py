@@ -1,0 +1,125 @@
+"""The engine's core: schedule, execute, take in. No I/O but the executor, no text, no clock but the one it is given."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.config import EngineConfig
+from engine.protocol import EngineStats, FinishReason
+from engine.runtime.capacity import Limits, calibrated_budget, fit_kv_cache, step_limits
+from engine.scheduling.request import Request
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_outputs import StepOutputs
+from gpu.config import WorkerConfig
+from gpu.executor import Executor
+from gpu.plan import SchedulerOutput
+
+
+class EngineCore:
+    """One model on its workers, and the requests it runs.
+
+    The constructor starts the workers and returns when they are loaded, profiled and have their KV cache; it raises
+    `DoesNotFit` for what the memory does not allow and the executor's `WorkerError` for a worker that fails, and leaves no process
+    behind then.
+    """
+
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[float], None] | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.config = config
+        self.clock = clock
+        self.step_started: float | None = None  # monotonic; None while idle
+        self.last_step_seconds = 0.0
+        budget, max_num_seqs = step_limits(config.scheduler, *_device(config))
+        worker_config = WorkerConfig(config.model, config.cache, config.parallel, max_num_seqs, budget)
+        self.executor = Executor.make(worker_config)
+        try:
+            self.capacity = self.executor.start(progress)
+            budget = calibrated_budget(config.scheduler, budget, self.capacity)
+            max_model_len, num_blocks = fit_kv_cache(config.model, config.cache, self.capacity)
+            self.executor.allocate_kv(num_blocks, max_model_len)
+        except BaseException:
+            self.executor.shutdown()
+            raise
+        self._out: deque[SchedulerOutput] = deque()  # submitted, not taken in
+        self._most_out = 2 if config.scheduler.async_scheduling and config.parallel.distributed_executor_backend == "mp" else 1
+        self.limits = Limits(max_model_len, num_blocks, budget, max_num_seqs)
+        self.scheduler = Scheduler(
+            replace(config.scheduler, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs),
+            config.cache.block_size,
+            num_blocks,
+            max_model_len,
+            config.cache.enable_prefix_caching,
+        )
+
+    def add_request(self, request: Request) -> None:
+        self.scheduler.add_request(request)
+
+    def finish(
+        self,
+        request_id: str,
+        choice: int = -1,
+        reason: FinishReason = FinishReason.ABORT,
+        keep: int = -1,
+        stop_reason: str | None = None,
+    ) -> list[Request]:
+        """End a request (or one choice) from outside. Returns what ended now; nothing when it is not held."""
+        return self.scheduler.finish(request_id, choice, reason, keep, stop_reason, self.clock())
+
+    def step(self) -> StepOutputs | None:
+        """Plan and submit the next step, then take in the oldest one that is out. None when there is nothing to do.
+
+        With asynchronous scheduling the step planned here runs on the workers while its predecessor is taken in, given out, and its
+        successor is planned: the workers append what they sample to their own rows, so a plan needs no token to be known. Raises
+        `WorkerError` when the workers are gone.
+        """
+        if not self.has_work:
+            return None  # and no step has started: an idle engine is not a late one
+        self.step_started = self.step_started or time.monotonic()
+        while self.scheduler.has_work and len(self._out) < self._most_out:
+            plan = self.scheduler.schedule(self.clock())
+            if not plan.total_num_scheduled_tokens:
+                if self._out:
+                    break  # what is out must come back first
+                self.step_started = None
+                return self.scheduler.update_from_output(plan, None, self.clock())
+            self.executor.submit(plan)
+            self._out.append(plan)
+        return self._take_in_oldest() if self._out else None
+
+    def _take_in_oldest(self) -> StepOutputs:
+        output = self.executor.collect()
+        outputs = self.scheduler.update_from_output(self._out.popleft(), output, self.clock())
+        now = time.monotonic()
+        self.last_step_seconds = now - (self.step_started or now)
+        self.step_started = now if self._out else None
+        return outputs
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._out)
+
+    def stats(self) -> EngineStats:
+        stats = self.scheduler.stats()
+        stats.last_step_seconds = self.last_step_seconds
+        return stats
+
+    def shutdown(self) -> None:
+        self.executor.shutdown()
+
+
+def _device(config: EngineConfig) -> tuple[str, int, str]:
+    """(device, memory in bytes, name) without loading torch; memory and name of the first GPU by nvidia-smi."""
+    if config.model.device == "cpu" or config.model.load_format == "null":
+        return "cpu", 0, ""
+    try:
+        query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
+        first = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return ("cuda" if config.model.device == "cuda" else "cpu"), 0, ""
+    mebibytes, name = first.split(",", 1)
+    return "cuda", int(mebibytes) << 20, name.strip()

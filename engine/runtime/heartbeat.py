@@ -1,0 +1,85 @@
+"""The engine's heartbeat: it stands for a loop that makes progress, not for a process that exists.
+
+Every half second the slot's time to live is renewed, with the live snapshot, as long as the step in progress is younger than ten
+times its forecast. A loop that hangs falls silent, and whoever watches declares it dead.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from engine.bus import leases
+from engine.bus.call import BusUnavailable, Fenced
+from engine.bus.connection import Bus
+from engine.bus.leases import BEAT_INTERVAL
+from engine.protocol import EngineInfo, EngineStats
+
+if TYPE_CHECKING:
+    from engine.runtime.core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+LATE_FACTOR = 10.0
+LEAST_PATIENCE_SECONDS = 20.0  # a first step may compile its kernels
+
+
+class Heartbeat:
+    """The thread that renews the slot. The loop publishes a snapshot whenever `wants_snapshot` says so."""
+
+    def __init__(self, bus: Bus, core: EngineCore, info: EngineInfo, failed: Callable[[BaseException], None]) -> None:
+        self.info = info
+        self.wants_snapshot = True
+        self._bus = bus
+        self._core = core
+        self._failed = failed
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._said_late = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Beat no more and give the slot back."""
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join(2.0)
+        try:
+            self._bus.run(leases.release_slot(self.info.model, self.info.slot, self.info.incarnation))
+        except (BusUnavailable, Fenced) as error:
+            logger.warning("the slot could not be given back, it will expire: %s", error)
+
+    def publish(self, stats: EngineStats, progress: dict[str, int]) -> None:
+        """Called by the loop: what the next beats say."""
+        self.info.stats, self.info.progress = stats, progress
+        self.wants_snapshot = False
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.wait(BEAT_INTERVAL):
+                if self._makes_progress():
+                    self._beat()
+                    self.wants_snapshot = True
+        except BaseException as error:
+            self._failed(error)
+
+    def _beat(self) -> None:
+        try:
+            self._bus.run(leases.beat(self.info.model, self.info.slot, self.info.incarnation, self.info))
+        except BusUnavailable as error:
+            logger.warning("Redis is away, no heartbeat: %s", error)
+
+    def _makes_progress(self) -> bool:
+        started = self._core.step_started
+        patience = max(LATE_FACTOR * self._core.last_step_seconds, LEAST_PATIENCE_SECONDS)
+        late = started is not None and time.monotonic() - started > patience
+        if late and not self._said_late:
+            logger.error("a step has been running for more than %.0f s: no heartbeat until it ends", patience)
+            faulthandler.dump_traceback()
+        self._said_late = late
+        return not late

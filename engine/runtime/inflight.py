@@ -1,0 +1,133 @@
+"""What an engine holds of each request it took: its source, its choices and how they ended, what its record needs in the end."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.protocol import (
+    Abort,
+    EngineCoreRequest,
+    FinishedOutput,
+    FinishReason,
+    OutputLogprobs,
+    OutputPromptLogprobs,
+    StoredChoice,
+    StoredOutput,
+    encode_column,
+)
+from engine.scheduling.request import Request
+from gpu.plan import PromptLogprobs, SampledLogprobs
+
+
+@dataclass
+class HeldRequest:
+    """A request that this engine took, with its `n` choices."""
+
+    source: EngineCoreRequest
+    choices: list[Request]
+    prompt_logprobs: list[OutputPromptLogprobs] = field(default_factory=list)
+    logprobs: list[list[OutputLogprobs]] = field(init=False)  # by choice, in order of output; empty when not asked for
+    open_choices: set[int] = field(init=False)  # whose end was not noted yet
+
+    def __post_init__(self) -> None:
+        self.logprobs = [[] for _ in self.choices]
+        self.open_choices = {request.choice for request in self.choices}
+
+    def finished_output(self, request: Request) -> FinishedOutput:
+        return FinishedOutput(
+            handle=request.handle,
+            choice=request.choice,
+            num_tokens=request.num_output_tokens,
+            reason=reason_of(request),
+            stop_reason=request.stop_reason,
+            num_cached_tokens=request.num_cached_tokens,
+            times=request.times,
+            error=request.error,
+        )
+
+    def stored_output(self) -> StoredOutput:
+        """The whole output, once every choice has ended."""
+        choices = [
+            StoredChoice(
+                encode_column(request.output_token_ids),
+                reason_of(request),
+                request.stop_reason,
+                request.error,
+                self.logprobs[request.choice][: request.num_output_tokens],
+            )
+            for request in self.choices
+        ]
+        first = self.choices[0]
+        return StoredOutput(choices, first.num_cached_tokens, first.times, self.prompt_logprobs)
+
+
+class HeldRequests:
+    """All requests that this engine took and has not ended, by id; and aborts that overtook theirs.
+
+    An abort can be read before the request it names, because the two travel on different keys: it is remembered and wins.
+    """
+
+    MOST_EARLY_ABORTS = 4096
+
+    def __init__(self) -> None:
+        self._held: dict[str, HeldRequest] = {}
+        self._early_aborts: OrderedDict[str, Abort] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, request_id: str) -> HeldRequest | None:
+        return self._held.get(request_id)
+
+    def of(self, request: Request) -> HeldRequest:
+        """What holds a choice that has not been closed."""
+        return self._held[request.request_id]
+
+    def all(self) -> list[HeldRequest]:
+        return list(self._held.values())
+
+    def add(self, held: HeldRequest) -> Abort | None:
+        """Hold a request; returns the abort that came before it, if one did."""
+        self._held[held.source.request_id] = held
+        return self._early_aborts.pop(held.source.request_id, None)
+
+    def remember_abort(self, command: Abort) -> None:
+        self._early_aborts[command.request_id] = command
+        if len(self._early_aborts) > self.MOST_EARLY_ABORTS:
+            self._early_aborts.popitem(last=False)
+
+    def close_choice(self, request: Request) -> HeldRequest | None:
+        """Note the end of a choice; returns the held request when it was the last one, which is then no longer held."""
+        held = self._held[request.request_id]
+        held.open_choices.remove(request.choice)
+        return None if held.open_choices else self._held.pop(request.request_id)
+
+
+def reason_of(request: Request) -> FinishReason:
+    """Of a request that has ended."""
+    assert request.finish_reason is not None, f"{request} has not ended"
+    return request.finish_reason
+
+
+def output_logprobs(request: Request, offset: int, entry: SampledLogprobs) -> OutputLogprobs:
+    return OutputLogprobs(
+        request.handle,
+        request.choice,
+        offset,
+        encode_column(entry.token_ids),
+        encode_column(entry.logprobs, np.float32),
+        entry.rank,
+    )
+
+
+def output_prompt_logprobs(request: Request, entry: PromptLogprobs) -> OutputPromptLogprobs:
+    return OutputPromptLogprobs(
+        request.handle,
+        entry.position,
+        encode_column(entry.token_ids),
+        encode_column(entry.logprobs, np.float32),
+        encode_column(entry.ranks),
+    )

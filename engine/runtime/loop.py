@@ -1,0 +1,269 @@
+"""The engine's life: take in what came, step, give out what came of it, until told to stop.
+
+The core runs on the main thread. Around it: `Intake` (requests and control commands from Redis), `Outflow` (outputs to Redis) and
+`Heartbeat`, each a thread; they meet the core only through two queues and a snapshot.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import logging
+import math
+import queue
+import time
+
+import numpy as np
+
+from engine.protocol import Abort, ControlCommand, ControlReply, EngineCoreOutputs, FinishReason, Replay, Utility, encode_column
+from engine.runtime.core import EngineCore
+from engine.runtime.heartbeat import Heartbeat
+from engine.runtime.inflight import HeldRequest, HeldRequests, output_logprobs, output_prompt_logprobs
+from engine.runtime.intake import Arrival, Intake
+from engine.runtime.publisher import Outflow, Report
+from engine.runtime.utility_calls import run_utility
+from engine.scheduling.request import Request, make_requests
+from engine.scheduling.step_outputs import StepOutputs
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.25  # how often an idle engine looks after its workers
+
+
+class EngineLoop:
+    """Owns the core and what it holds. `run` returns after `stop`, or raises what made going on impossible."""
+
+    def __init__(self, core: EngineCore, model: str, clients: list[str]) -> None:
+        self.core = core
+        self.model = model
+        self.held = HeldRequests()
+        self.inbox: queue.SimpleQueue[Arrival | ControlCommand | None] = queue.SimpleQueue()
+        self._clients = clients
+        self._client_index: dict[str, int] = {}
+        self._fenced: set[tuple[str, int]] = set()  # ended, but a step that is out may still write their blocks
+        self._promised: list[tuple[str, ControlReply]] = []  # answers that wait for them
+        self._stopping = False
+        self._deadline = math.inf  # monotonic
+        self._failure: BaseException | None = None
+        self.profile: cProfile.Profile | None = None
+
+    def attach(self, intake: Intake, outflow: Outflow, heartbeat: Heartbeat) -> None:
+        self.intake, self.outflow, self.heartbeat = intake, outflow, heartbeat
+
+    def run(self) -> None:
+        """The main loop."""
+        self.heartbeat.publish(self.core.stats(), {})
+        for side in (self.outflow, self.intake, self.heartbeat):
+            side.start()
+        try:
+            while not self._over():
+                self._take_in()
+                outputs = self.core.step()
+                if outputs is not None:
+                    self._give_out(outputs)
+                if self.intake.wants_room and self.core.scheduler.num_free_request_slots > 0:
+                    self.intake.ring()
+                if self.heartbeat.wants_snapshot:
+                    self.heartbeat.publish(self.core.stats(), self._progress())
+        except BaseException as error:
+            self._end_all(f"The engine stopped: {error}")
+            raise
+        self._end_all("The engine was shut down.")
+
+    def stop(self, timeout: float = 0.0) -> None:
+        """Take no more requests; end what still runs after `timeout` seconds, or at once when asked again; then return from `run`.
+
+        Until then aborts are obeyed. Safe in a signal handler: it takes no lock, which the code that it interrupts might hold.
+        """
+        self._deadline = -math.inf if self._stopping else time.monotonic() + timeout
+        self._stopping = True
+        self.intake.closed = True
+        self.outflow.give_up_at(self._deadline)
+        self.inbox.put(None)
+
+    def fail(self, error: BaseException) -> None:
+        """A side thread cannot go on: neither can the engine."""
+        self._failure = self._failure or error
+        self.inbox.put(None)
+
+    def _over(self) -> bool:
+        if self._failure is not None:
+            raise self._failure
+        return self._stopping and (not self.core.has_work or time.monotonic() >= self._deadline)
+
+    # In
+
+    def _take_in(self) -> None:
+        """Everything that waits in the inbox; when there is nothing to compute, wait for something."""
+        report = Report()
+        wait = not self.core.has_work
+        while True:
+            try:
+                item = self.inbox.get(block=wait, timeout=IDLE_SECONDS if wait else None)
+            except queue.Empty:
+                break
+            wait = False
+            if isinstance(item, Arrival):
+                self._admit(item, report)
+            elif item is not None:
+                self._obey(item, report)
+        self.core.executor.check_health()
+        if report:
+            self.outflow.put(report)
+
+    def _admit(self, arrival: Arrival, report: Report) -> None:
+        self.intake.num_admitted += 1
+        held, early = self._hold(arrival)
+        if early is not None:
+            self._close_unrun(held, early.reason, None, report)
+        elif problem := self._problem(held):
+            self._close_unrun(held, FinishReason.ERROR, problem, report)
+        else:
+            for request in held.choices:
+                self.core.add_request(request)
+
+    def _hold(self, arrival: Arrival) -> tuple[HeldRequest, Abort | None]:
+        """The request, held from now on, and the abort that came before it."""
+        source = arrival.request
+        held = HeldRequest(source, make_requests(source, self._index_of(source.client), arrival.received))
+        return held, self.held.add(held)
+
+    def _problem(self, held: HeldRequest) -> str | None:
+        """Why the core cannot run this request. API servers check all of it; one of another version may not."""
+        prompt = held.choices[0].prompt_token_ids
+        limits, capacity = self.core.limits, self.core.capacity
+        if not 0 < len(prompt) < limits.max_model_len:
+            return f"The prompt has {len(prompt)} tokens; this engine takes 1 to {limits.max_model_len - 1}."
+        if int(prompt.min()) < 0 or int(prompt.max()) >= capacity.vocab_size:
+            return f"The prompt has token ids outside 0 to {capacity.vocab_size - 1}."
+        return None
+
+    def _close_unrun(self, held: HeldRequest, reason: FinishReason, error: str | None, report: Report) -> None:
+        now = self.core.clock()
+        for request in held.choices:
+            request.end(reason, -1, None, error, now)
+            self._close(request, report)
+
+    def _obey(self, command: ControlCommand, report: Report) -> None:
+        if isinstance(command, Abort):
+            self._abort(command, report)
+        elif isinstance(command, Replay):
+            self._replay(command, report)
+        else:
+            self._run_utility(command, report)
+
+    def _abort(self, command: Abort, report: Report) -> None:
+        held = self.held.get(command.request_id)
+        num_tokens = 0
+        if held is None:
+            self.held.remember_abort(command)
+        else:
+            for request in self.core.finish(command.request_id, command.choice, command.reason, command.keep, command.stop_reason):
+                self._close_when_free(request, report)
+            num_tokens = self._num_output_tokens(held)
+        if command.reply_to:
+            reply = (command.reply_to, ControlReply(command.token, num_tokens=num_tokens))
+            (self._promised if self._fenced else report.replies).append(reply)
+
+    def _replay(self, command: Replay, report: Report) -> None:
+        held = self.held.get(command.request_id)
+        if held is None or not 0 <= command.choice < len(held.choices):
+            return  # over: the asker finds it in the record
+        request = held.choices[command.choice]
+        tokens = self._tokens_of(request)[command.offset :]
+        message = EngineCoreOutputs("", 0, 0, logprobs=held.logprobs[command.choice][command.offset :], finished=[])
+        message.handles = encode_column(np.full(len(tokens), command.handle), np.int64)
+        message.choices = encode_column(np.full(len(tokens), command.choice))
+        message.offsets = encode_column(np.arange(command.offset, command.offset + len(tokens)))
+        message.token_ids = encode_column(tokens)
+        message.prompt_logprobs = list(held.prompt_logprobs) if command.choice == 0 else []
+        if request.finish_reason is not None:  # this choice has ended, its siblings run
+            message.finished.append(held.finished_output(request))
+        report.replays.append((command.client, message))
+
+    def _run_utility(self, command: Utility, report: Report) -> None:
+        reply = run_utility(self, command)
+        if command.reply_to:
+            report.replies.append((command.reply_to, reply))
+
+    # Out
+
+    def _give_out(self, outputs: StepOutputs) -> None:
+        report = Report(outputs)
+        for request, offset, entry in outputs.logprobs:
+            told = output_logprobs(request, offset, entry)
+            self.held.of(request).logprobs[request.choice].append(told)
+            report.logprobs.append((request.client, told))
+        for request, prompt_entry in outputs.prompt_logprobs:
+            prompt_told = output_prompt_logprobs(request, prompt_entry)
+            self.held.of(request).prompt_logprobs.append(prompt_told)
+            report.prompt_logprobs.append((request.client, prompt_told))
+        report.started = [self.held.of(request) for request in outputs.started if request.choice == 0]
+        for request in outputs.finished:
+            self._close(request, report)
+        self._release(outputs.released, report)
+        if report:
+            self.outflow.put(report)
+
+    def _close_when_free(self, request: Request, report: Report) -> None:
+        """Nobody is told of an end before its blocks are free: a step that is out may write them until it returns."""
+        if request.row >= 0:
+            self._fenced.add(request.key)
+        else:
+            self._close(request, report)
+
+    def _release(self, released: list[Request], report: Report) -> None:
+        for request in released:
+            if request.key in self._fenced:
+                self._fenced.remove(request.key)
+                self._close(request, report)
+        if not self._fenced:
+            report.replies += self._promised
+            self._promised = []
+
+    def _close(self, request: Request, report: Report) -> None:
+        held = self.held.of(request)
+        report.ended_choices.append((held, request))
+        if self.held.close_choice(request) is not None:
+            report.ended.append(held)
+            self.intake.ring()  # there is room again
+
+    def _end_all(self, why: str) -> None:
+        """The one terminal output of everything taken and not ended, then the last flush."""
+        self.intake.stop()
+        self.intake.join(timeout=2.0)
+        report = Report()
+        for held in self.held.all():
+            for request in self.core.finish(held.source.request_id, reason=FinishReason.ERROR):
+                request.error = why
+        for held in self.held.all():
+            for request in held.choices:
+                if request.choice in held.open_choices:
+                    self._close(request, report)
+        report.replies += self._promised
+        while not self.inbox.empty():
+            if isinstance(item := self.inbox.get(), Arrival):
+                self._close_unrun(self._hold(item)[0], FinishReason.ERROR, why, report)
+        if report:
+            self.outflow.put(report)
+        self.outflow.close(timeout=2.0)
+        self.heartbeat.stop()
+
+    # Looking
+
+    def _tokens_of(self, request: Request) -> np.ndarray:
+        if request.finish_reason is not None:
+            return request.output_token_ids
+        return self.core.scheduler.output_token_ids(request.request_id, request.choice)
+
+    def _progress(self) -> dict[str, int]:
+        """Output tokens so far of every request held."""
+        return {held.source.request_id: self._num_output_tokens(held) for held in self.held.all()}
+
+    def _num_output_tokens(self, held: HeldRequest) -> int:
+        return sum(map(self.core.scheduler.num_output_tokens, held.choices))
+
+    def _index_of(self, client: str) -> int:
+        if client not in self._client_index:
+            self._client_index[client] = len(self._clients)
+            self._clients.append(client)
+        return self._client_index[client]

@@ -1,0 +1,430 @@
+"""The scheduler: which tokens of which requests the next step computes, and what the step's outputs mean for them.
+
+No prefill and no decode phase: each request has tokens, some of them computed, and a step computes more. Running requests come
+first, then waiting ones, under one token budget. Plain synchronous code without I/O or a clock. Its time goes with what changed
+(requests that came, ended, crossed a block border); what merely goes on is advanced by columns (`RowTable`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.config import SchedulerConfig
+from engine.protocol import EngineStats, FinishReason
+from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.request_columns import Counts, Rows
+from engine.scheduling.request_table import LiveRequests
+from engine.scheduling.step_builder import PlannedStep, StepDraft
+from engine.scheduling.step_outputs import StepOutputs, trim_prompt_logprobs
+from engine.scheduling.stop_check import stop_after
+from gpu.plan import Int32Array, ModelRunnerOutput, SchedulerOutput
+
+LOOKAHEAD = 4  # requests kept waiting though nothing is free, so that a freed place is filled in the very next step
+TOKENS_PER_PLACE = 128  # a step's budget over this is how many requests may wait: what one step could take in, if short
+
+
+class BlockedAdmission(NamedTuple):
+    """Why the first waiting request was not admitted in the last step."""
+
+    request: Request
+    num_tokens: int  # its first chunk
+    num_blocks_needed: int  # for the chunk, beyond what the prefix cache answers
+    num_blocks_short: int
+
+
+class Scheduler:
+    """`schedule()`, run the plan, `update_from_output()`, in this order; `add_request` and `finish` at any time between.
+
+    One step may be planned ahead: `schedule()` is allowed while one earlier plan is out. What a step that is out may still write
+    (blocks, rows) is given back only when it has returned.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        block_size: int,
+        num_blocks: int,
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        """`config` has its None values resolved; `num_blocks` counts the null block. Raises ValueError for impossible limits."""
+        if not (config.max_num_batched_tokens or 0) > 0 < (config.max_num_seqs or 0):
+            raise ValueError("max_num_batched_tokens and max_num_seqs must be at least 1")
+        assert config.max_num_batched_tokens and config.max_num_seqs
+        if not 0 <= config.watermark < 1:
+            raise ValueError(f"watermark is a share of the KV blocks, 0 <= watermark < 1, got {config.watermark}")
+        self.config = config
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_num_seqs = config.max_num_seqs
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching)
+        self.live = LiveRequests(config.scheduling_policy, config.max_num_seqs, max_model_len, self.kv)
+        self.rows = self.live.rows
+        self.waiting = self.live.waiting
+        self.statistics = self.live.statistics
+        self.blocked: BlockedAdmission | None = None
+        self._short_of_blocks = False  # the last plan left somebody waiting for blocks; read by another thread
+        self._watermark_blocks = int(config.watermark * self.kv.pool.num_usable)
+        self._step = 0
+        self._steps_out: deque[PlannedStep] = deque()
+
+    # ------------------------------------------------------------------ requests come and go
+
+    def add_request(self, request: Request) -> None:
+        """Let a request wait. One without room for output ends at once, with an error in the next outputs. Raises ValueError for
+        a (id, choice) that is live."""
+        self.live.add(request)
+        if request.num_tokens >= self.max_model_len:
+            error = f"prompt of {request.num_tokens} tokens leaves no room for output in a context of {self.max_model_len}"
+            self.live.end_unasked(request, FinishReason.ERROR, request.times.received, error=error)
+
+    def finish(
+        self,
+        request_id: str,
+        choice: int,
+        reason: FinishReason,
+        keep: int = -1,
+        stop_reason: int | str | None = None,
+        now: float = 0.0,
+    ) -> list[Request]:
+        """End a choice, or all (-1), in whatever state; returns those that were live. Later output of them is dropped.
+
+        Their blocks are free already, save where a step that is out may write them: those requests come back in `released` of
+        the outputs of the step that frees them. `keep` >= 0 cuts the output to that many tokens.
+        """
+        found = self.live.find(request_id, choice)
+        for request in found:
+            self.live.end(request, reason, now, keep, stop_reason)
+        return found
+
+    # ------------------------------------------------------------------ plan a step
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        """Plan the next step; counts advance as if it had run. The plan may be empty (total 0): it needs no worker, only
+        `update_from_output(plan, None, now)`. Raises RuntimeError when two plans are out."""
+        if len(self._steps_out) > 1:
+            raise RuntimeError("two steps are out already")
+        self._step += 1
+        draft = StepDraft(self._step, now, self.max_num_batched_tokens)
+        rows, num_tokens = self._schedule_running(draft)
+        self.blocked = None
+        if draft.num_preempted == 0:
+            self._schedule_waiting(draft)
+        self._short_of_blocks = self.blocked is not None or draft.num_preempted > 0
+        if draft.new_rows:
+            rows = np.concatenate([rows, np.array(draft.new_rows, dtype=np.intp)])
+            num_tokens = np.concatenate([num_tokens, np.array(draft.new_num_tokens, dtype=np.int64)])
+        return self._commit(draft, rows, num_tokens)
+
+    def _commit(self, draft: StepDraft, rows: Rows, num_tokens: Counts) -> SchedulerOutput:
+        table = self.rows
+        total = self.max_num_batched_tokens - draft.budget
+        freed_rows: list[int] = []
+        if total:
+            computed = table.num_computed[rows] + num_tokens
+            table.num_computed[rows] = computed
+            sampling_rows = rows[computed == table.num_tokens[rows]]
+            table.num_tokens[sampling_rows] += 1
+            table.last_step[rows] = draft.step
+            self._steps_out.append(PlannedStep(draft.step, rows, num_tokens, sampling_rows))
+            freed_rows, self.live.freed_rows = self.live.freed_rows, freed_rows
+        self.statistics.step_planned(total)
+        return draft.plan(rows, num_tokens, total, freed_rows)
+
+    def _chunk_cap(self) -> int:
+        """Most tokens of one request in a step: a long prompt that is alone may have the whole budget."""
+        threshold = self.config.long_prefill_token_threshold
+        return threshold if 0 < threshold and len(self.live.requests) > 1 else self.max_num_batched_tokens
+
+    def _schedule_running(self, draft: StepDraft) -> tuple[Rows, Counts]:
+        table = self.rows
+        rows = table.running.copy()
+        known = table.num_tokens[rows]
+        computed = table.num_computed[rows]
+        num_tokens = np.minimum(known - computed, self._chunk_cap())
+        if self._steps_out:  # the last token of a request may be on its way: nothing is left to compute
+            num_tokens[known >= table.max_tokens[rows]] = 0
+        total = int(num_tokens.sum())
+        if total > draft.budget:
+            before = num_tokens.cumsum() - num_tokens
+            num_tokens = np.clip(draft.budget - before, 0, num_tokens)
+        growing = (computed + num_tokens > table.capacity[rows]).nonzero()[0]
+        if growing.size:
+            num_kept = self._grow(draft, rows, num_tokens, growing)
+            rows, num_tokens = rows[:num_kept], num_tokens[:num_kept]
+        if rows.size and num_tokens.min() == 0:
+            rows, num_tokens = rows[num_tokens > 0], num_tokens[num_tokens > 0]
+        draft.budget -= int(num_tokens.sum())
+        for index in (num_tokens > 1).nonzero()[0].tolist():
+            row = int(rows[index])
+            self._announce(table.request(row), int(table.num_computed[row]), int(num_tokens[index]), draft.step)
+        return rows, num_tokens
+
+    def _announce(self, request: Request, num_computed: int, num_tokens: int, step: int) -> None:
+        first, last = num_computed // self.block_size, (num_computed + num_tokens) // self.block_size
+        if last > first:
+            self.kv.announce(request, first, last, step)
+
+    def _grow(self, draft: StepDraft, rows: Rows, num_tokens: Counts, growing: Rows) -> int:
+        """Blocks for the rows at the indices `growing`; returns how many of `rows` go on running. Lowers `num_tokens` of a row
+        that must wait."""
+        table = self.rows
+        grown = rows[growing]
+        missing = -(-(table.num_computed[grown] + num_tokens[growing] - table.capacity[grown]) // self.block_size)
+        if missing.sum() > self.kv.pool.num_free:
+            return self._grow_by_preemption(draft, rows, num_tokens, growing)
+        blocks = self.kv.grow_all([table.request(row) for row in grown.tolist()], missing.tolist())
+        draft.grow(grown.repeat(missing).tolist(), blocks)
+        table.capacity[grown] += missing * self.block_size
+        return len(rows)
+
+    def _grow_by_preemption(self, draft: StepDraft, rows: Rows, num_tokens: Counts, growing: Rows) -> int:
+        """As `_grow`, where blocks are short. Rows stand in the policy's order, so that the victim is always the last one: the
+        least urgent, and one whose tokens this step has not planned yet."""
+        table, pool = self.rows, self.kv.pool
+        num_kept = len(rows)
+        promised = 0  # blocks that a step that is out will free, and that an earlier row waits for
+        for index in growing.tolist():
+            row = int(rows[index])
+            while index < num_kept:
+                missing = self.kv.num_blocks_for(int(table.num_computed[row] + num_tokens[index] - table.capacity[row]))
+                fitting = int(table.capacity[row] - table.num_computed[row]) + pool.num_free * self.block_size
+                if missing <= pool.num_free:
+                    draft.grow([row] * missing, self.kv.grow_all([table.request(row)], [missing]))
+                    table.capacity[row] += missing * self.block_size
+                    break
+                if self.config.shrink_chunks and fitting > 0:
+                    num_tokens[index] = fitting
+                elif self._soon_free(row, missing + promised, alone=num_kept == 1):
+                    promised += missing
+                    num_tokens[index] = 0
+                    break
+                elif num_kept == 1:
+                    error = self._exhausted(len(table.request(row).block_ids) + missing)
+                    self.live.end_unasked(table.request(row), FinishReason.ERROR, draft.now, error=error)
+                    num_kept = 0
+                else:
+                    num_kept -= 1
+                    self.live.preempt(table.request(int(rows[num_kept])))
+                    draft.num_preempted += 1
+        return num_kept
+
+    def _soon_free(self, row: int, num_blocks: int, alone: bool) -> bool:
+        """A step that is out will free what a row lacks, so that preempting (or ending) anybody would be rash. A row that is alone
+        waits for anything that may still come, its own last token included."""
+        if alone:
+            return bool(self.live.fenced) or self.live.is_out(row)
+        return bool(self.live.fenced) and num_blocks <= self.kv.pool.num_free + self.live.num_fenced_blocks()
+
+    def _exhausted(self, num_blocks: int) -> str:
+        return (
+            f"KV cache exhausted: the request alone needs {num_blocks} blocks of {self.block_size} tokens, "
+            f"the cache has {self.kv.pool.num_usable}"
+        )
+
+    def _schedule_waiting(self, draft: StepDraft) -> None:
+        """Admit from the head of the queue, in order, until budget, rows or blocks are used up: a head that lacks blocks is never
+        passed by, so that it cannot starve."""
+        while draft.budget > 0 and self.rows.num_free > 0:
+            request = self.waiting.peek()
+            if request is None or not self._admit(request, draft):
+                return
+
+    def _admit(self, request: Request, draft: StepDraft) -> bool:
+        """Row and blocks for the whole first chunk, or nothing (False)."""
+        if request.row >= 0:  # preempted in a step that is still out: its last token may be on its way
+            return False
+        pool = self.kv.pool
+        longest = self.kv.num_blocks_for(request.num_tokens)
+        if longest > pool.num_usable:
+            self.live.end_unasked(request, FinishReason.ERROR, draft.now, error=self._exhausted(longest))
+            return True
+        hit = self.kv.find_hit(request)
+        num_computed = len(hit.block_ids) * self.block_size
+        num_tokens = min(request.num_tokens - num_computed, draft.budget, self._chunk_cap())
+        num_blocks = self.kv.num_blocks_for(num_computed + num_tokens) - len(hit.block_ids)
+        reserved = self._watermark_blocks if self.rows.num_running else 0
+        available = max(0, pool.num_free - hit.num_free - reserved)
+        if num_blocks > available:
+            if not (self.config.shrink_chunks and available):
+                self.blocked = BlockedAdmission(request, num_tokens, num_blocks, num_blocks - available)
+                return False
+            num_tokens, num_blocks = available * self.block_size, available
+        self.live.start(hit, num_blocks, draft.now)
+        self._announce(request, num_computed, num_tokens, draft.step)
+        draft.admit(request, num_computed, num_tokens)
+        return True
+
+    # ------------------------------------------------------------------ take a step's outputs in
+
+    def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput | None, now: float) -> StepOutputs:
+        """Take in the results of the oldest plan that is out (None: of an empty plan). Raises RuntimeError when they are of
+        another step, or rows are missing."""
+        outputs = StepOutputs()
+        if plan.total_num_scheduled_tokens:
+            if not self._steps_out or output is None or self._steps_out[0].step != plan.step or output.step != plan.step:
+                raise RuntimeError(f"step {plan.step} is not the one whose output is due")
+            planned = self._steps_out.popleft()
+            self.live.returned_step = planned.step
+            self._take_in(planned, output, outputs, now)
+            self.kv.step_returned(planned.step)
+            outputs.released = self.live.release_fenced()
+        outputs.finished, self.live.ended_unasked = self.live.ended_unasked, []
+        return outputs
+
+    def _take_in(self, planned: PlannedStep, output: ModelRunnerOutput, outputs: StepOutputs, now: float) -> None:
+        table = self.rows
+        if output.failed_rows:
+            self._fail(planned, output.failed_rows, now)
+        table.num_written[planned.rows] += planned.num_tokens
+        rows, token_ids = self._live_samples(planned, output)
+        positions = table.append_tokens(rows, token_ids)
+        offsets = positions - table.num_prompt[rows]
+        table.last_token_time[rows] = now
+        outputs.clients, outputs.handles, outputs.choices = table.clients[rows], table.handles[rows], table.choices[rows]
+        outputs.offsets, outputs.token_ids = offsets.astype(np.int32), token_ids
+        self.statistics.counters.generation_tokens += len(rows)
+        for row in rows[offsets == 0].tolist():
+            request = table.request(row)
+            self.statistics.counters.prompt_tokens += request.num_prompt_tokens
+            request.times.first_token = now
+            outputs.started.append(request)
+        self._publish(planned.rows)
+        self._collect_logprobs(output, outputs)
+        self._stop(rows, token_ids, positions + 1, now)
+
+    def _live_samples(self, planned: PlannedStep, output: ModelRunnerOutput) -> tuple[Rows, Int32Array]:
+        """[num_sampled] rows and their tokens, without those that ended while the step was out."""
+        rows, token_ids = planned.sampling_rows, np.asarray(output.token_ids, dtype=np.int32)
+        if output.failed_rows:
+            rows = rows[~np.isin(rows, list(output.failed_rows))]
+        if not np.array_equal(rows, output.rows):
+            raise RuntimeError(f"step {planned.step} sampled rows {output.rows.tolist()}, planned were {rows.tolist()}")
+        if self.live.fenced or output.failed_rows:
+            live = ~self.rows.closed[rows]
+            rows, token_ids = rows[live], token_ids[live]
+        return rows, token_ids
+
+    def _fail(self, planned: PlannedStep, failed_rows: dict[int, str], now: float) -> None:
+        """End the requests of rows that failed. What they wrote in this step is not what its tokens say; who shares it already,
+        having come in the same step or the next, computes anew and its output of these steps does not count. The same holds for
+        who shares what such a sharer writes."""
+        table = self.rows
+        spoiled: set[int] = set()
+        for row in planned.rows[np.isin(planned.rows, list(failed_rows))].tolist():
+            spoiled.update(table.unwritten_blocks(row))
+        for row, error in failed_rows.items():
+            request = table.request(row)
+            self.kv.distrust(request)
+            if not request.status.finished:
+                self.live.end_unasked(request, FinishReason.ERROR, now, error=error)
+        suspects = [request for request in table.requests if request is not None and request.row not in failed_rows]
+        while sharers := [request for request in suspects if not spoiled.isdisjoint(request.block_ids)]:
+            suspects = [request for request in suspects if request not in sharers]
+            for sharer in sharers:
+                spoiled.update(table.unwritten_blocks(sharer.row))
+                self.live.restart(sharer)
+
+    def _publish(self, rows: Rows) -> None:
+        """Store the tokens and publish the blocks of rows that completed a block."""
+        table = self.rows
+        rows = rows[table.num_written[rows] >= table.next_border[rows]]
+        if not rows.size:
+            return
+        first, last = table.next_border[rows] // self.block_size - 1, table.num_written[rows] // self.block_size
+        table.next_border[rows] = (last + 1) * self.block_size
+        for request, begin, end in zip(table.store_blocks(rows), first.tolist(), last.tolist(), strict=True):
+            self.kv.publish(request, begin, end)
+
+    def _collect_logprobs(self, output: ModelRunnerOutput, outputs: StepOutputs) -> None:
+        table = self.rows
+        for told in output.logprobs:
+            if not table.closed[told.row]:
+                offset = int(table.num_known[told.row] - table.num_prompt[told.row]) - 1
+                outputs.logprobs.append((table.request(told.row), offset, told))
+        for prompt in output.prompt_logprobs:
+            if not table.closed[prompt.row]:
+                request = table.request(prompt.row)
+                fresh = trim_prompt_logprobs(request, prompt)
+                if fresh is not None:
+                    outputs.prompt_logprobs.append((request, fresh))
+
+    def _stop(self, rows: Rows, token_ids: Int32Array, num_tokens: Counts, now: float) -> None:
+        """End the requests whose new token says so."""
+        table = self.rows
+        suspects = self.live.stop_tokens.candidates(token_ids) | (num_tokens >= table.max_tokens[rows])
+        for index in suspects.nonzero()[0].tolist():
+            row, count = int(rows[index]), int(num_tokens[index])
+            request = table.request(row)
+            num_output = count - request.num_prompt_tokens
+            end = stop_after(request, int(token_ids[index]), num_output, count, int(table.max_tokens[row]))
+            if end is not None:
+                reason, stop_reason = end
+                self.live.end_unasked(request, reason, now, stop_reason=stop_reason)
+
+    # ------------------------------------------------------------------ what others ask
+
+    @property
+    def requests(self) -> dict[tuple[str, int], Request]:
+        """Live requests by (id, choice)."""
+        return self.live.requests
+
+    @property
+    def has_work(self) -> bool:
+        """`schedule` and `update_from_output` have something to do or to tell."""
+        return bool(self.live.requests or self.live.ended_unasked)
+
+    @property
+    def num_free_request_slots(self) -> int:
+        """How many requests may be taken from the queue in Redis now. What cannot run soon stays there, in sight and in order:
+        while the last step left somebody waiting only a short line is kept, so that a place that falls free is filled at once."""
+        num_waiting = len(self.waiting)
+        seats = self.max_num_seqs - self.rows.num_running
+        if num_waiting:
+            return max(0, LOOKAHEAD - num_waiting)
+        return min(seats + LOOKAHEAD, max(LOOKAHEAD, self.max_num_batched_tokens // TOKENS_PER_PLACE))
+
+    @property
+    def num_free_places(self) -> int:
+        """How many more requests could run than are here, as far as is known before their prompts are: those seats that are left,
+        none while somebody waits for KV blocks."""
+        num_waiting = len(self.waiting)
+        if num_waiting and self._short_of_blocks:
+            return 0
+        return max(0, self.max_num_seqs - self.rows.num_running - num_waiting)
+
+    def output_token_ids(self, request_id: str, choice: int) -> Int32Array:
+        """[num_output_tokens] of a live request so far. Raises KeyError for one that is not live."""
+        request = self.live.requests[request_id, choice]
+        if request.row < 0:
+            return request.output_token_ids
+        return np.frombuffer(self.rows.token_bytes(request.row), dtype=np.int32)[request.num_prompt_tokens :]
+
+    def num_output_tokens(self, request: Request) -> int:
+        """Of a request in any state, so far."""
+        if request.row < 0 or request.status.finished:
+            return request.num_output_tokens
+        return int(self.rows.num_known[request.row]) - request.num_prompt_tokens
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, with nothing done, while any request holds blocks."""
+        return self.kv.pool.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        pool = self.kv.pool
+        return self.statistics.snapshot(
+            num_running=self.rows.num_running,
+            num_waiting=len(self.waiting),
+            num_preempted_waiting=sum(request.status is RequestStatus.PREEMPTED for request in self.waiting),
+            kv_cache_usage=1 - pool.num_free / pool.num_usable,
+            num_free_blocks=pool.num_free,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when blocks, rows or counts do not add up. For idle times and tests."""
+        self.live.check_integrity()

@@ -1,0 +1,68 @@
+"""A step while it is planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.scheduling.request import Request
+from engine.scheduling.request_columns import Counts, Rows
+from gpu.plan import NewRequest, SchedulerOutput
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A step that is out: what must be taken in when it returns."""
+
+    step: int
+    rows: Rows
+    num_tokens: Counts
+    sampling_rows: Rows
+
+
+@dataclass(slots=True)
+class StepDraft:
+    step: int
+    now: float  # epoch seconds
+    budget: int  # tokens left
+    new_requests: list[NewRequest] = field(default_factory=list)
+    new_rows: list[int] = field(default_factory=list)
+    new_num_tokens: list[int] = field(default_factory=list)
+    grown_rows: list[int] = field(default_factory=list)
+    grown_blocks: list[int] = field(default_factory=list)
+    num_preempted: int = 0
+
+    def admit(self, request: Request, num_computed: int, num_tokens: int) -> None:
+        """A request that got its row and blocks computes `num_tokens` from position `num_computed` on."""
+        self.new_rows.append(request.row)
+        self.new_num_tokens.append(num_tokens)
+        self.budget -= num_tokens
+        self.new_requests.append(
+            NewRequest(
+                row=request.row,
+                token_ids=request.token_ids,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=num_computed,
+                block_ids=np.array(request.block_ids, dtype=np.int32),
+                sampling=request.sampling,
+                seed=request.seed,
+            )
+        )
+
+    def grow(self, rows: list[int], blocks: list[int]) -> None:
+        """Rows that the workers hold get a block each; a row that stands there more often gets more."""
+        self.grown_rows += rows
+        self.grown_blocks += blocks
+
+    def plan(self, rows: Rows, num_tokens: Counts, total: int, freed_rows: list[int]) -> SchedulerOutput:
+        return SchedulerOutput(
+            step=self.step,
+            freed_rows=freed_rows,
+            new_requests=self.new_requests,
+            grown_rows=np.array(self.grown_rows, dtype=np.int32),
+            grown_blocks=np.array(self.grown_blocks, dtype=np.int32),
+            rows=rows.astype(np.int32),
+            num_scheduled_tokens=num_tokens.astype(np.int32),
+            total_num_scheduled_tokens=total,
+        )

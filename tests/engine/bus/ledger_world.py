@@ -1,0 +1,247 @@
+"""A model's requests in a real Redis, moved by the calls of the bus, and the invariants that must hold after each of them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import redis
+
+from engine.bus import keys, leases, records, transitions
+from engine.bus.call import Call
+from engine.bus.connection import Bus
+from engine.bus.enqueue import AdmissionLimits, Enqueued, Refused, RequestFacts, enqueue
+from engine.bus.leases import ClaimedSlot
+from engine.bus.records import RecordView
+from engine.bus.transitions import EndedRequest, FinishOutcome, Taken
+from engine.protocol import (
+    Abort,
+    ClientMessage,
+    EngineCoreRequest,
+    EngineInfo,
+    FinishReason,
+    RequestTimes,
+    StoredChoice,
+    StoredOutput,
+    decode_client_message,
+    decode_request,
+    encode,
+    encode_column,
+)
+from gpu.plan import SamplingParams
+
+MODEL = "{odd}: model%"  # braces must not break the hash tag
+CLIENT = "api-1"
+
+
+def engine_info(model: str = MODEL) -> EngineInfo:
+    return EngineInfo(
+        slot="", incarnation=0, model=model, served_names=[model], fingerprint="f", protocol_versions=[1], tokenizer="t",
+        max_model_len=512, max_num_seqs=16, max_num_batched_tokens=256, block_size=16, num_blocks=64, vocab_size=100,
+        max_logprobs=20, dtype="float32", device="cpu", tensor_parallel_size=1, pid=1, host="here", started=0.0,
+    )  # fmt: skip
+
+
+class Engine:
+    """A slot and what its holder would keep in mind."""
+
+    def __init__(self, claimed: ClaimedSlot) -> None:
+        self.slot, self.incarnation = claimed
+        self.steps = itertools.count(1)
+        self.running: list[str] = []
+
+
+class World:
+    def __init__(self, url: str, model: str = MODEL) -> None:
+        self.url, self.model = url, model
+        self.bus = Bus(url)
+        self.raw = redis.Redis.from_url(url, protocol=2)
+        self._numbers = itertools.count(1)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bus.close()
+        self.raw.close()
+
+    # What API servers and engines do
+
+    def engine(self, ttl: float = 60.0) -> Engine:
+        return Engine(self.bus.run(leases.claim_slot(self.model, engine_info(self.model), ttl)))
+
+    def request(self, request_id: str = "", *, tokens: int = 3, n: int = 1, **fields: Any) -> EngineCoreRequest:
+        number = next(self._numbers)
+        return EngineCoreRequest(
+            version=1,
+            request_id=request_id or f"r{number}",
+            prompt_token_ids=encode_column(range(tokens)),
+            sampling=SamplingParams(n=n),
+            **{"client": CLIENT, "handle": number, **fields},
+        )
+
+    def enqueue(
+        self, *requests: EngineCoreRequest, external_id: str = "ext", limits: AdmissionLimits | None = None
+    ) -> Enqueued | Refused:
+        facts = RequestFacts(external_id, "/v1/completions", stream=True)
+        limits = limits or AdmissionLimits(require_engine=False)
+        return self.bus.run(enqueue(self.model, requests, facts, limits))
+
+    def take_call(self, engine: Engine, count: int = 1, places: int | None = None) -> Call[list[Taken]]:
+        """`places`: how many more the engine could run; None: as many as it asks for."""
+        return transitions.take(self.model, engine.slot, engine.incarnation, count, count if places is None else places)
+
+    def take(self, engine: Engine, count: int = 1, places: int | None = None) -> list[str]:
+        taken = self.bus.run(self.take_call(engine, count, places))
+        ids = [decode_request(payload).request_id for _, payload in taken]
+        engine.running += ids
+        return ids
+
+    def flush_call(self, engine: Engine, ended: Iterable[str] = (), **parts: Any) -> Call[int]:
+        return transitions.flush(
+            self.model, engine.slot, engine.incarnation, next(engine.steps), ended=[ended_request(name) for name in ended], **parts
+        )
+
+    def end(self, engine: Engine, *ids: str) -> int:
+        engine.running = [name for name in engine.running if name not in ids]
+        return self.bus.run(self.flush_call(engine, ids, started=[(name, {"scheduled": "5.5"}) for name in ids]))
+
+    def finish(self, request_id: str, **command: Any) -> FinishOutcome:
+        return self.bus.run(transitions.finish(self.model, request_id, Abort(request_id, **command)))
+
+    def crash(self, engine: Engine) -> None:
+        """The heartbeat of an engine ran out."""
+        self.raw.delete(keys.slot(self.model, engine.slot), keys.slot_info(self.model, engine.slot))
+
+    def bury(self, engine: Engine) -> int:
+        return self.bus.run(transitions.bury(self.model, engine.slot, engine.incarnation, "it died"))
+
+    def record(self, request_id: str) -> RecordView:
+        view = self.bus.run(records.record(self.model, request_id))
+        assert view is not None
+        return view
+
+    # What Redis holds
+
+    def queued(self) -> list[str]:
+        """Ids in the order in which they would be taken."""
+        entries = self.entries()
+        return [entries[_entry(member)] for member in self.raw.zrange(keys.order(self.model), 0, -1)]
+
+    def entries(self) -> dict[str, str]:
+        """Entry -> id, of the whole stream."""
+        return {entry.decode(): fields[b"id"].decode() for entry, fields in self.raw.xrange(keys.requests(self.model))}
+
+    def pending(self) -> dict[str, str]:
+        """Entry -> slot."""
+        if not self.raw.exists(keys.requests(self.model)):
+            return {}
+        found = self.raw.xpending_range(keys.requests(self.model), keys.GROUP, "-", "+", 100_000)
+        return {item["message_id"].decode(): keys.slot_of_consumer(item["consumer"].decode()) for item in found}
+
+    def usage_lines(self) -> list[dict[str, str]]:
+        lines = self.raw.xrange(keys.usage(self.model))
+        return [{name.decode(): value.decode() for name, value in fields.items()} for _, fields in lines]
+
+    def records(self) -> dict[str, dict[str, str]]:
+        """All records, as text, their outputs left out."""
+        found = {}
+        for key in self.raw.scan_iter(_escaped(keys.record(self.model)) + "*", count=1000):
+            fields = {name.decode(): value for name, value in self.raw.hgetall(key).items() if name != b"output"}
+            record = {name: value.decode() for name, value in fields.items()}
+            record["ttl"] = str(self.raw.pttl(key))
+            found[record["id"]] = record
+        return found
+
+    def check_integrity(self) -> None:
+        """The pending list is the ledger: records, order, live set, sums and usage all agree with it."""
+        records, entries = self.records(), self.entries()
+        by_state: dict[str, dict[str, dict[str, str]]] = {"queued": {}, "running": {}, "ended": {}}
+        for name, record in records.items():
+            by_state[record["state"]][name] = record
+        running = {record["entry"]: record["engine"] for record in by_state["running"].values()}
+        assert self.pending() == running
+        order = {_entry(member): int(score) for member, score in self.raw.zrange(keys.order(self.model), 0, -1, withscores=True)}
+        assert order == {record["entry"]: int(record["priority"]) for record in by_state["queued"].values()}
+        alive = by_state["queued"] | by_state["running"]
+        assert entries == {record["entry"]: name for name, record in alive.items()}
+        assert {name.decode() for name in self.raw.zrange(keys.live(self.model), 0, -1)} == alive.keys()
+        assert {name.decode() for name in self.raw.zrange(keys.ended(self.model), 0, -1)} == by_state["ended"].keys()
+        assert self._load() == _expected_load(by_state["queued"], by_state["running"])
+        assert len(self.usage_lines()) == len(by_state["ended"])
+        for record in by_state["ended"].values():
+            assert record["reason"] in {str(reason) for reason in FinishReason}
+            assert float(record["finished"]) >= float(record["enqueued"])
+            assert int(record["ttl"]) > 0
+        assert all(record["ttl"] == "-1" for record in alive.values())
+        for external_id in {record["external_id"] for record in alive.values()}:
+            assert self.raw.pttl(keys.external(self.model, external_id)) == -1
+
+    def _load(self) -> dict[str, int]:
+        return {name.decode(): int(value) for name, value in self.raw.hgetall(keys.load(self.model)).items()}
+
+
+class Listener:
+    """What an API server hears, collected on a thread."""
+
+    def __init__(self, world: World, client: str = CLIENT) -> None:
+        self.raw: list[bytes] = []
+        self._subscribed, self._stopped = threading.Event(), threading.Event()
+        self._arrived = threading.Condition()
+        self._thread = threading.Thread(target=self._listen, args=(world.bus, keys.client_channel(client)))
+
+    def __enter__(self) -> Listener:
+        self._thread.start()
+        assert self._subscribed.wait(10)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopped.set()
+        self._thread.join(10)
+
+    def _listen(self, bus: Bus, channel: str) -> None:
+        with bus.subscribe(channel) as subscription:
+            self._subscribed.set()
+            while not self._stopped.is_set():
+                message = subscription.get(0.02)
+                if message is not None:
+                    with self._arrived:
+                        self.raw.append(message[1])
+                        self._arrived.notify_all()
+
+    def wait_for(self, count: int) -> list[ClientMessage]:
+        """The messages, once there are `count` of them."""
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: len(self.raw) >= count, 10), self.raw
+            return [decode_client_message(payload) for payload in self.raw]
+
+
+def ended_request(request_id: str, reason: FinishReason = FinishReason.STOP) -> EndedRequest:
+    output = StoredOutput([StoredChoice(encode_column([1, 2, 3, 4]), reason)], 1, RequestTimes())
+    fields = {"scheduled": "5.5", "first_token": "6.5", "last_token": "7.5", "preemptions": "0"}
+    return EndedRequest(request_id, reason, encode(output), output_tokens=4, cached_tokens=1, fields=fields)
+
+
+def _entry(member: bytes) -> str:
+    milliseconds, sequence = member.decode().split("-")
+    return f"{milliseconds}-{int(sequence)}"
+
+
+def _escaped(pattern: str) -> str:
+    """Taken literally by SCAN's MATCH."""
+    return "".join("\\" + letter if letter in "*?[]^\\" else letter for letter in pattern)
+
+
+def _expected_load(queued: dict[str, dict[str, str]], running: dict[str, dict[str, str]]) -> dict[str, int]:
+    load: Counter[str] = Counter()
+    for record in (*queued.values(), *running.values()):
+        load["requests"] += int(record["n"])
+        load["requests:" + record["tenant"]] += int(record["n"])
+        load["client:" + record["client"]] += 1
+    for record in queued.values():
+        load["tokens"] += int(record["prompt_tokens"])
+        load["tokens:" + record["tenant"]] += int(record["prompt_tokens"])
+    return {name: value for name, value in load.items() if value}

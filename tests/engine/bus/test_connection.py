@@ -1,0 +1,322 @@
+"""Bus and AsyncBus on a Redis that is slow, away, restarted or full; subscriptions that notice when they are cut."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+import engine.bus.connection
+from engine.bus import control, keys, leases, records, transitions
+from engine.bus.call import BusUnavailable, Call, script
+from engine.bus.connection import AsyncBus, Bus
+from engine.bus.queue_depth import QueueDepth, queue_depth
+from engine.bus.tokenizers import get_tokenizer, put_tokenizer
+from engine.protocol import Abort, TokenizerBundle
+from tests.engine.bus.ledger_world import MODEL, World
+from tests.engine.bus.lossy_proxy import LossyProxy
+from tests.redis_server import RedisServer
+
+
+@pytest.fixture
+def own_server() -> Iterator[RedisServer]:
+    """One that a test may kill."""
+    server = RedisServer(None, "--appendonly", "yes", "--appendfsync", "always")
+    yield server
+    if server.process is not None:
+        server.process.send_signal(signal.SIGCONT)
+    server.stop()
+
+
+BUNDLE = TokenizerBundle("{}", None, None, None, [], {})
+
+
+def put(content_hash: str) -> Call[None]:
+    return put_tokenizer(MODEL, content_hash, BUNDLE)
+
+
+def get(content_hash: str) -> Call[TokenizerBundle | None]:
+    return get_tokenizer(MODEL, content_hash)
+
+
+async def test_both_buses_run_the_same_call(redis_url: str) -> None:
+    with Bus(redis_url) as bus:
+        async with AsyncBus(redis_url) as abus:
+            bus.run(put("h"))
+            assert await abus.run(get("h")) == bus.run(get("h")) == BUNDLE
+            assert await abus.run(leases.observe(MODEL)) == bus.run(leases.observe(MODEL))
+
+
+def test_scripts_are_loaded_where_redis_has_forgotten_them(redis_url: str) -> None:
+    with World(redis_url) as world:
+        world.enqueue(world.request())
+        world.raw.script_flush()
+        world.enqueue(world.request())
+        assert world.raw.script_exists(script("enqueue", "ledger").sha) == [True]
+        assert len(world.entries()) == 2
+
+
+async def test_scripts_are_loaded_by_the_asyncio_bus_too(redis_url: str) -> None:
+    with World(redis_url) as world:
+        world.raw.script_flush()
+        async with AsyncBus(redis_url) as bus:
+            outcome = await bus.run(transitions.finish(MODEL, "nobody", Abort("nobody")))
+        assert outcome.state == "unknown"
+
+
+def test_a_restart_is_waited_out(own_server: RedisServer) -> None:
+    with Bus(own_server.url, patience=20.0) as bus:
+        bus.run(put("h"))
+        own_server.kill()
+        with pytest.raises(BusUnavailable), Bus(own_server.url, patience=0.1) as hasty:
+            hasty.run(get("h"))
+        own_server.start()
+        assert bus.run(get("h")) == BUNDLE, "on the connection that broke"
+
+
+async def test_away_is_said_within_the_patience(own_server: RedisServer) -> None:
+    async with AsyncBus(own_server.url, patience=0.3) as abus:
+        with Bus(own_server.url, patience=0.3) as bus:
+            await abus.run(put("h"))
+            own_server.kill()
+            for attempt in (lambda: abus.run(get("h")), lambda: asyncio.to_thread(bus.run, get("h"))):
+                began = time.monotonic()
+                with pytest.raises(BusUnavailable):
+                    await attempt()
+                assert time.monotonic() - began < 2.0
+            own_server.start()
+            assert await abus.run(get("h")) == BUNDLE
+
+
+async def test_a_redis_that_hangs_is_away(own_server: RedisServer) -> None:
+    assert own_server.process is not None
+    async with AsyncBus(own_server.url, timeout=0.2, patience=0.3) as abus:
+        with Bus(own_server.url, timeout=0.2, patience=0.3) as bus:
+            bus.run(put("h"))
+            await abus.run(put("h"))
+            own_server.process.send_signal(signal.SIGSTOP)
+            with pytest.raises(BusUnavailable):
+                bus.run(get("h"))
+            with pytest.raises(BusUnavailable):
+                await abus.run(get("h"))
+            own_server.process.send_signal(signal.SIGCONT)
+            assert bus.run(get("h")) == await abus.run(get("h")) == BUNDLE
+
+
+def test_a_wrong_password_is_said_at_once(own_server: RedisServer) -> None:
+    with redis.Redis.from_url(own_server.url) as raw:
+        raw.config_set("requirepass", "secret")
+    with Bus(own_server.url, patience=60.0) as bus, pytest.raises(BusUnavailable, match=r"(?i)auth"):
+        bus.run(get("h"))
+    with (
+        Bus(own_server.url.replace("redis://", "redis://:wrong@"), patience=60.0) as bus,
+        pytest.raises(BusUnavailable, match="password"),
+    ):
+        bus.run(get("h"))
+    with Bus(own_server.url.replace("redis://", "redis://:secret@")) as bus:
+        assert bus.run(get("h")) is None
+
+
+def test_out_of_memory_and_read_only_are_away(own_server: RedisServer) -> None:
+    with redis.Redis.from_url(own_server.url) as raw, Bus(own_server.url, patience=0.1) as bus:
+        raw.config_set("maxmemory", 1)
+        with pytest.raises(BusUnavailable, match="maxmemory"):
+            bus.run(put("h"))
+        raw.config_set("maxmemory", 0)
+        raw.replicaof("127.0.0.1", "1")
+        with pytest.raises(BusUnavailable):
+            bus.run(put("h"))
+        raw.replicaof("NO", "ONE")
+        bus.run(put("h"))
+
+
+async def expect_away(bus: Bus, abus: AsyncBus, match: str) -> None:
+    """Whatever is called: a script, a plain command, a transaction."""
+    for call in (transitions.finish(MODEL, "nobody", Abort("nobody")), put("h"), leases.release_api("nobody")):
+        with pytest.raises(BusUnavailable, match=match):
+            bus.run(call)
+        with pytest.raises(BusUnavailable, match=match):
+            await abus.run(call)
+
+
+async def test_a_redis_that_may_not_or_cannot_serve_now_is_away(own_server: RedisServer) -> None:
+    with redis.Redis.from_url(own_server.url) as raw, Bus(own_server.url, patience=0.1) as bus:
+        async with AsyncBus(own_server.url, patience=0.1) as abus:
+            raw.config_set("min-replicas-to-write", 1)
+            await expect_away(bus, abus, "replicas")
+            raw.config_set("min-replicas-to-write", 0)
+            raw.config_set("replica-serve-stale-data", "no")
+            raw.replicaof("127.0.0.1", "1")
+            with pytest.raises(BusUnavailable, match="MASTER"):
+                bus.run(get("h"))
+            with pytest.raises(BusUnavailable, match="MASTER"):
+                await abus.run(get("h"))
+            raw.replicaof("NO", "ONE")
+            bus.run(put("h"))
+            assert await abus.run(get("h")) == BUNDLE
+
+
+def is_busy(raw: redis.Redis) -> bool:
+    try:
+        return not raw.ping()
+    except redis.ResponseError:
+        return True
+
+
+async def test_a_redis_that_is_busy_with_somebodys_script_is_away(own_server: RedisServer) -> None:
+    with (
+        redis.Redis.from_url(own_server.url) as raw,
+        redis.Redis.from_url(own_server.url) as somebody,
+        Bus(own_server.url, patience=0.1) as bus,
+    ):
+        async with AsyncBus(own_server.url, patience=0.1) as abus:
+            bus.run(put("h"))
+            await abus.run(get("h"))
+            raw.config_set("busy-reply-threshold", 1)  # ms
+            endless = asyncio.get_running_loop().run_in_executor(None, somebody.eval, "while true do end", 0)
+            while not is_busy(raw):
+                pass  # the thread, which has started, has not come to it
+            try:
+                await expect_away(bus, abus, "BUSY")
+                with pytest.raises(BusUnavailable, match="BUSY"):
+                    await abus.run(leases.observe(MODEL))  # which tells other errors from each other itself
+            finally:
+                raw.script_kill()
+            with pytest.raises(redis.ResponseError, match="killed"):
+                await endless
+            bus.run(put("h"))
+            assert await abus.run(get("h")) == BUNDLE
+
+
+async def test_a_master_that_became_a_replica_is_left_for_the_new_one(own_server: RedisServer, redis_url: str) -> None:
+    """Its name, or a proxy, leads to another server; the connections stay as they are."""
+    finish, beat = transitions.finish(MODEL, "nobody", Abort("nobody")), leases.release_api("nobody")
+    with LossyProxy(own_server.url) as proxy, redis.Redis.from_url(own_server.url) as old, Bus(proxy.url) as bus:
+        async with AsyncBus(proxy.url) as abus:
+            for call in (finish, put("h"), beat):
+                bus.run(call)
+                await abus.run(call)
+            old.replicaof("127.0.0.1", "1")
+            proxy.lead_to(redis_url)
+            for call in (finish, put("h"), beat):
+                bus.run(call)
+                await abus.run(call)
+
+
+def test_a_fault_of_the_program_is_no_outage(redis_url: str) -> None:
+    with World(redis_url) as world, pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        world.raw.set(keys.live(MODEL), "no sorted set")
+        world.bus.run(records.live_requests(MODEL))
+
+
+async def test_more_calls_than_connections_wait_their_turn(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as raw:
+        before = raw.info("clients")["connected_clients"]
+        async with AsyncBus(redis_url, max_connections=4) as bus:
+            await asyncio.gather(*(bus.run(put(str(number))) for number in range(200)))
+            assert raw.info("clients")["connected_clients"] - before <= 4
+            assert await bus.run(get("199")) == BUNDLE
+
+
+async def test_cancelled_calls_leave_no_answer_behind_for_others(redis_url: str) -> None:
+    async with AsyncBus(redis_url, max_connections=2) as bus:
+        await bus.run(control.publish("warm", b""))
+        for number in range(50):
+            task = asyncio.create_task(bus.run(put(str(number))))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await bus.run(queue_depth(MODEL)) == QueueDepth(0, 0, 0, 0)
+
+
+def test_a_blocking_read_waits_longer_than_the_timeout(redis_url: str) -> None:
+    with World(redis_url) as world, Bus(redis_url, timeout=0.2) as bus:
+        engine = world.engine()
+        began = time.monotonic()
+        batch = bus.run(control.read_control(MODEL, engine.slot, engine.incarnation, block=0.5))
+        assert (batch.commands, batch.last_id) == ([], "0")
+        assert time.monotonic() - began > 0.4
+
+
+def test_a_subscription_hears_what_comes_and_no_more(redis_url: str) -> None:
+    with Bus(redis_url) as bus, bus.subscribe("one", "two") as subscription:
+        assert subscription.get(0.0) is None
+        for number in range(3):
+            assert bus.run(control.publish("two", b"%d" % number)) == 1
+        assert bus.run(control.publish("three", b"")) == 0
+        assert [subscription.get(5.0) for _ in range(3)] == [("two", b"0"), ("two", b"1"), ("two", b"2")]
+        assert subscription.get(0.01) is None
+
+
+async def test_an_asyncio_subscription_hears_large_and_many_messages(redis_url: str) -> None:
+    payload = bytes(range(256)) * 1024
+    async with AsyncBus(redis_url) as bus, bus.subscribe("one", "two") as subscription:
+        assert await subscription.get(0.01) is None
+        sent = [(("one", "two")[number % 2], payload[: 1 + number * 2000]) for number in range(100)]
+        sender = asyncio.create_task(_send(bus, sent))
+        assert [await subscription.get(5.0) for _ in sent] == sent
+        await sender
+
+
+async def _send(bus: AsyncBus, messages: list[tuple[str, bytes]]) -> None:
+    for channel, payload in messages:
+        await bus.run(control.publish(channel, payload))
+
+
+async def test_a_cut_subscription_is_told_not_mended(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as raw, Bus(redis_url) as bus:
+        async with AsyncBus(redis_url) as abus:
+            with bus.subscribe("one") as subscription:
+                async with abus.subscribe("one") as async_subscription:
+                    raw.client_kill_filter(_type="pubsub")
+                    with pytest.raises(BusUnavailable):
+                        subscription.get(5.0)
+                    with pytest.raises(BusUnavailable):
+                        await async_subscription.get(5.0)
+
+
+async def test_a_silent_subscription_is_questioned(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert own_server.process is not None
+    monkeypatch.setattr(engine.bus.connection, "PING_INTERVAL", 0.1)
+    with Bus(own_server.url, timeout=0.3) as bus:
+        async with AsyncBus(own_server.url, timeout=0.3) as abus:
+            with bus.subscribe("one") as subscription:
+                async with abus.subscribe("one") as async_subscription:
+                    assert subscription.get(0.5) is None, "silent, but it answers"
+                    assert await async_subscription.get(0.5) is None
+                    bus.run(control.publish("one", b"still there"))
+                    assert subscription.get(1.0) == await async_subscription.get() == ("one", b"still there")
+                    own_server.process.send_signal(signal.SIGSTOP)
+                    with pytest.raises(BusUnavailable):
+                        await asyncio.to_thread(subscription.get, 10.0)
+                    with pytest.raises(BusUnavailable):
+                        await async_subscription.get(10.0)
+                    own_server.process.send_signal(signal.SIGCONT)
+
+
+async def test_nobody_subscribes_to_a_redis_that_is_away(own_server: RedisServer) -> None:
+    own_server.kill()
+    with Bus(own_server.url) as bus, pytest.raises(BusUnavailable), bus.subscribe("one"):
+        raise AssertionError("subscribed")
+    async with AsyncBus(own_server.url) as abus:
+        with pytest.raises(BusUnavailable):
+            async with abus.subscribe("one"):
+                raise AssertionError("subscribed")
+
+
+def test_a_killed_redis_with_its_file_keeps_the_ledger(own_server: RedisServer) -> None:
+    with World(own_server.url) as world:
+        world.enqueue(*(world.request() for _ in range(20)))
+        engine = world.engine()
+        world.take(engine, 10)
+        world.end(engine, *engine.running[:5])
+        own_server.kill()
+        own_server.start()
+        world.check_integrity()
+        assert world.take(engine, 100) == [f"r{number}" for number in range(11, 21)]
+        world.check_integrity()

@@ -1,0 +1,212 @@
+"""flush.lua: a step's outputs, records and ends, all of them once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from engine.bus import keys, leases, records, transitions
+from engine.bus.call import BusUnavailable, Fenced
+from engine.bus.connection import Bus
+from engine.bus.queue_depth import QueueDepth, queue_depth
+from engine.protocol import Abort, ControlReply, EngineCoreOutputs, FinishReason, encode
+from tests.engine.bus.ledger_world import CLIENT, Engine, Listener, World
+from tests.engine.bus.lossy_proxy import LossyProxy
+
+
+@pytest.fixture
+def world(each_redis_url: str) -> Iterator[World]:
+    with World(each_redis_url) as world:
+        yield world
+
+
+def outputs(engine: Engine, step: int) -> bytes:
+    return encode(EngineCoreOutputs("m:0", engine.incarnation, step))
+
+
+def journal(world: World, engine: Engine) -> list[tuple[str, dict[bytes, bytes]]]:
+    entries = world.raw.xrange(keys.journal(world.model, engine.slot, engine.incarnation))
+    return [(entry.decode(), fields) for entry, fields in entries]
+
+
+def test_every_api_server_gets_its_bytes_and_the_journal_has_them_all(world: World) -> None:
+    engine = world.engine()
+    mine, other = outputs(engine, 1), outputs(engine, 2)
+    with Listener(world) as listener, Listener(world, "api-2") as second:
+        assert world.bus.run(world.flush_call(engine, messages=[(CLIENT, mine), ("api-2", other)])) == 1
+        listener.wait_for(1)
+        second.wait_for(1)
+    assert (listener.raw, second.raw) == ([mine], [other])
+    assert journal(world, engine) == [("1-0", {CLIENT.encode(): mine, b"api-2": other})]
+    assert world.raw.pttl(keys.journal(world.model, engine.slot, engine.incarnation)) > 0
+
+
+def test_sent_twice_it_is_done_once(world: World) -> None:
+    world.enqueue(world.request("a"), world.request("b"))
+    engine = world.engine()
+    world.take(engine, 2)
+    call = world.flush_call(engine, ["a"], messages=[(CLIENT, outputs(engine, 1))])
+    later = world.flush_call(engine, messages=[(CLIENT, outputs(engine, 2))])
+    with Listener(world) as listener:
+        assert [world.bus.run(each) for each in (call, call, later, call)] == [1, 0, 1, 0]
+        listener.wait_for(2)
+    assert listener.raw == [outputs(engine, 1), outputs(engine, 2)]
+    assert [entry for entry, _ in journal(world, engine)] == ["1-0", "2-0"]
+    assert len(world.usage_lines()) == 1
+    world.check_integrity()
+
+
+def test_a_lost_answer_publishes_nothing_twice(world: World) -> None:
+    world.enqueue(world.request("a"))
+    engine = world.engine()
+    world.take(engine)
+    with LossyProxy(world.url) as proxy, Bus(proxy.url) as bus, Listener(world) as listener:
+        bus.run(queue_depth(world.model))
+        proxy.losses = 1
+        assert bus.run(world.flush_call(engine, ["a"], messages=[(CLIENT, outputs(engine, 1))])) == 0
+        assert proxy.lost == 1
+        world.bus.run(world.flush_call(engine, messages=[(CLIENT, outputs(engine, 2))]))
+        listener.wait_for(2)
+    assert listener.raw == [outputs(engine, 1), outputs(engine, 2)]
+    world.check_integrity()
+
+
+def test_an_ended_request_is_its_record(world: World) -> None:
+    world.enqueue(world.request("a", tokens=7, tenant="t"))
+    engine = world.engine()
+    world.take(engine)
+    world.bus.run(world.flush_call(engine, started=[("a", {"scheduled": "5.5", "first_token": "6.5"})]))
+    assert (world.record("a").state, world.record("a").first_token) == ("running", 6.5)
+    world.end(engine, "a")
+    record = world.record("a")
+    assert (record.state, record.reason, record.output_tokens, record.cached_tokens) == ("ended", "stop", 4, 1)
+    assert (record.scheduled, record.first_token, record.last_token, record.error) == (5.5, 6.5, 7.5, "")
+    assert record.finished >= record.received
+    stored = world.bus.run(records.stored_output(world.model, "a"))
+    assert stored is not None and stored.choices[0].reason == FinishReason.STOP and len(stored.choices[0].token_ids) == 16
+    assert world.entries() == {} and world.pending() == {}
+    (line,) = world.usage_lines()
+    day = str(int(record.finished // 86400))
+    counted = {"prompt_tokens": "7", "cached_tokens": "1", "output_tokens": "4"}
+    assert line == {"day": day, "tenant": "t", "reason": "stop", **counted}
+    world.check_integrity()
+
+
+def test_the_record_is_kept_for_its_retention(world: World) -> None:
+    world.enqueue(world.request("a"))
+    engine = world.engine()
+    world.take(engine)
+    world.bus.run(world.flush_call(engine, ["a"], retention=0.05))
+    key = keys.record(world.model, "a")
+    assert world.raw.pttl(key) <= 50
+    while world.raw.exists(key):
+        pass
+    assert world.bus.run(records.record(world.model, "a")) is None
+    assert world.bus.run(records.find(world.model, "ext")) == []
+    assert world.bus.run(records.ended_requests(world.model)) == []
+
+
+def test_one_ended_request_does_not_hide_a_living_one_under_the_same_id(world: World) -> None:
+    world.enqueue(world.request("a"), world.request("b"))
+    engine = world.engine()
+    world.take(engine, 2)
+    world.bus.run(world.flush_call(engine, ["a"], retention=0.001))
+    while world.raw.exists(keys.record(world.model, "a")):
+        pass
+    assert [view.id for view in world.bus.run(records.find(world.model, "ext"))] == ["b"]
+    world.end(engine, "b")
+    assert world.raw.pttl(keys.external(world.model, "ext")) > 0
+
+
+def test_a_zombie_changes_and_publishes_nothing(world: World) -> None:
+    world.enqueue(world.request("a"))
+    zombie = world.engine()
+    world.take(zombie)
+    world.crash(zombie)
+    replacement = world.engine()
+    assert replacement.slot == zombie.slot
+    with Listener(world) as listener:
+        with pytest.raises(Fenced):
+            world.bus.run(world.flush_call(zombie, ["a"], messages=[(CLIENT, b"ghost")]))
+        world.bus.run(world.flush_call(replacement, messages=[(CLIENT, outputs(replacement, 1))]))
+        listener.wait_for(1)
+    assert listener.raw == [outputs(replacement, 1)]
+    assert world.record("a").state == "running"
+    assert journal(world, zombie) == []
+    world.check_integrity()
+
+
+def test_an_engine_ends_only_what_is_its_own(world: World) -> None:
+    world.enqueue(world.request("a"), world.request("b"), world.request("c"))
+    first, second = world.engine(), world.engine()
+    world.take(first)
+    world.take(second)
+    assert world.bus.run(world.flush_call(second, ["a", "b", "c", "nobody"], started=[("a", {"scheduled": "1"})])) == 1
+    assert [world.record(name).state for name in "abc"] == ["running", "ended", "queued"]
+    assert world.record("a").scheduled == 0.0
+    world.check_integrity()
+
+
+def test_replies_go_to_their_channels(world: World) -> None:
+    engine = world.engine()
+    reply = ControlReply("token", num_tokens=3)
+    with Listener(world) as listener:
+        world.bus.run(world.flush_call(engine, notices=[(keys.client_channel(CLIENT), encode(reply))]))
+        assert listener.wait_for(1) == [reply]
+
+
+def test_the_journal_is_bounded(world: World) -> None:
+    engine = world.engine()
+    for step in range(1, 5001):
+        world.raw.xadd(keys.journal(world.model, engine.slot, engine.incarnation), {"x": "y"}, id=f"{step}-0")
+    call = transitions.flush(world.model, engine.slot, engine.incarnation, 5001, messages=[(CLIENT, b"m")])
+    assert world.bus.run(call) == 1
+    assert 4096 <= len(journal(world, engine)) < 4096 + 200
+
+
+def test_without_memory_engines_stay_alive_and_requests_can_end(world: World) -> None:
+    for name in ("a", "b"):
+        world.enqueue(world.request(name))
+    engine = world.engine()
+    world.take(engine, 1)
+    world.raw.config_set("maxmemory", 1)
+    try:
+        info = world.bus.run(leases.engines(world.model))[0]
+        world.bus.run(leases.beat(world.model, engine.slot, engine.incarnation, info))
+        assert world.bus.run(transitions.finish(world.model, "b", Abort("b"))).state == "queued"
+        assert world.bus.run(leases.release_slot(world.model, engine.slot, engine.incarnation))
+        assert world.bus.run(transitions.bury(world.model, engine.slot, engine.incarnation, "it died")) == 1
+    finally:
+        world.raw.config_set("maxmemory", 0)
+    assert (world.record("a").reason, world.record("b").reason) == ("error", "abort")
+    world.check_integrity()
+
+
+def test_out_of_memory_leaves_everything_as_it_was(world: World) -> None:
+    world.enqueue(world.request("a"))
+    engine = world.engine()
+    world.take(engine)
+    call = world.flush_call(engine, ["a"], messages=[(CLIENT, outputs(engine, 1))])
+    world.raw.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(BusUnavailable):
+            world.bus.run(call)
+    finally:
+        world.raw.config_set("maxmemory", 0)
+    assert world.record("a").state == "running"
+    assert journal(world, engine) == []
+    world.check_integrity()
+    assert world.bus.run(call) == 1
+    world.check_integrity()
+
+
+def test_a_step_of_a_thousand_ends(world: World) -> None:
+    engine = world.engine()
+    for _ in range(4):
+        world.enqueue(*(world.request() for _ in range(256)))
+    world.take(engine, 1024)
+    assert len(engine.running) == 1024
+    world.end(engine, *engine.running)
+    assert world.bus.run(queue_depth(world.model)) == QueueDepth(0, 0, 0, 0)
+    world.check_integrity()

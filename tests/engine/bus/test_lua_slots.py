@@ -1,0 +1,117 @@
+"""claim.lua, beat.lua and release.lua: one holder a slot, known by its incarnation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from engine.bus import keys, leases
+from engine.bus.call import Fenced, script
+from engine.bus.connection import Bus
+from tests.engine.bus.ledger_world import Engine, World, engine_info
+from tests.engine.bus.lossy_proxy import LossyProxy
+
+
+@pytest.fixture
+def world(each_redis_url: str) -> Iterator[World]:
+    with World(each_redis_url) as world:
+        yield world
+
+
+def test_the_lowest_free_slot_under_a_new_incarnation(world: World) -> None:
+    first, second, third = world.engine(), world.engine(), world.engine()
+    assert [engine.slot for engine in (first, second, third)] == ["0", "1", "2"]
+    world.crash(second)
+    heir = world.engine()
+    assert heir.slot == "1"
+    assert first.incarnation < second.incarnation < third.incarnation < heir.incarnation
+    assert [(info.slot, info.incarnation) for info in world.bus.run(leases.engines(world.model))] == [
+        (engine.slot, engine.incarnation) for engine in (first, heir, third)
+    ]
+    assert world.model in world.bus.run(leases.models())
+
+
+def test_a_wanted_slot_is_had_where_nobody_holds_it(world: World) -> None:
+    def claim(wanted: int) -> str:
+        return world.bus.run(leases.claim_slot(world.model, engine_info(), 60, wanted)).slot
+
+    assert [claim(wanted) for wanted in (1, 1, 0, 5, 5)] == ["1", "0", "2", "5", "3"]
+
+
+def test_a_claim_that_is_sent_again_gets_the_same_slot_though_a_better_one_is_free_by_now(world: World) -> None:
+    holder = world.engine()
+    claim = leases.claim_slot(world.model, engine_info(), ttl=60)
+    first = world.bus.run(claim)
+    world.crash(holder)
+    assert world.bus.run(claim) == first == ("1", first.incarnation)
+
+
+def test_incarnations_rise_even_when_the_clock_goes_back(world: World) -> None:
+    first = world.engine()
+    world.crash(first)
+    future = first.incarnation + 10**12
+    world.raw.set(keys.incarnation(world.model), future)
+    assert world.engine().incarnation == future + 1
+
+
+def test_racing_engines_get_a_slot_each(world: World) -> None:
+    engines: list[Engine] = []
+    threads = [threading.Thread(target=lambda: engines.append(world.engine())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(int(engine.slot) for engine in engines) == list(range(8))
+    assert len({engine.incarnation for engine in engines}) == 8
+
+
+@pytest.mark.parametrize("lost", ["claim", "beat"])
+def test_a_lost_answer_costs_no_slot(world: World, lost: str) -> None:
+    world.engine()  # so that both scripts are loaded
+    with LossyProxy(world.url) as proxy, Bus(proxy.url) as bus:
+        proxy.losses, proxy.about = 2, script(lost).sha.encode()
+        claimed = bus.run(leases.claim_slot(world.model, engine_info(), ttl=60))
+        assert proxy.lost == 2
+    assert claimed.slot == "1"
+    assert [info.slot for info in world.bus.run(leases.engines(world.model))] == ["0", "1"]
+    assert world.engine().slot == "2"
+
+
+def test_a_heartbeat_renews_slot_and_snapshot(world: World) -> None:
+    engine = world.engine(ttl=1.0)
+    info = engine_info()
+    info.slot, info.incarnation, info.state = engine.slot, engine.incarnation, "draining"
+    world.bus.run(leases.beat(world.model, engine.slot, engine.incarnation, info, ttl=60.0))
+    assert world.raw.pttl(keys.slot(world.model, engine.slot)) > 50_000
+    assert world.raw.pttl(keys.slot_info(world.model, engine.slot)) > 50_000
+    assert world.bus.run(leases.engines(world.model)) == [info]
+
+
+def test_a_slot_that_ran_out_is_not_revived(world: World) -> None:
+    engine = world.engine(ttl=0.02)
+    while world.raw.exists(keys.slot(world.model, engine.slot)):
+        pass
+    with pytest.raises(Fenced):
+        world.bus.run(leases.beat(world.model, engine.slot, engine.incarnation, engine_info()))
+    assert world.bus.run(leases.engines(world.model)) == []
+    heir = world.engine()
+    with pytest.raises(Fenced):
+        world.bus.run(leases.beat(world.model, engine.slot, engine.incarnation, engine_info()))
+    assert heir.slot == engine.slot
+
+
+def test_only_the_holder_gives_a_slot_back(world: World) -> None:
+    engine = world.engine()
+    assert world.bus.run(leases.release_slot(world.model, engine.slot, engine.incarnation - 1)) is False
+    assert world.bus.run(leases.release_slot(world.model, engine.slot, engine.incarnation)) is True
+    assert world.bus.run(leases.release_slot(world.model, engine.slot, engine.incarnation)) is False
+    assert world.bus.run(leases.engines(world.model)) == []
+    assert world.engine().slot == engine.slot
+
+
+def test_models_do_not_share_slots(world: World) -> None:
+    with World(world.url, "another") as other:
+        assert (world.engine().slot, other.engine().slot) == ("0", "0")
+        assert world.bus.run(leases.models()) == ["another", world.model]

@@ -1,0 +1,293 @@
+"""take.lua and reject.lua: who has a request, through lost answers, races, zombies and trimmed entries; fair shares."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from engine.bus import keys, transitions
+from engine.bus.call import BusUnavailable, Fenced
+from engine.bus.connection import Bus
+from engine.bus.enqueue import Enqueued
+from engine.bus.queue_depth import queue_depth
+from engine.protocol import RequestEnded, decode_request
+from tests.engine.bus.ledger_world import Engine, Listener, World
+from tests.engine.bus.lossy_proxy import LossyProxy
+
+
+@pytest.fixture
+def world(each_redis_url: str) -> Iterator[World]:
+    with World(each_redis_url) as world:
+        yield world
+
+
+def test_it_takes_in_order_and_no_more_than_asked(world: World) -> None:
+    world.enqueue(world.request("a"), world.request("b", priority=-1), world.request("c"))
+    engine = world.engine()
+    assert world.take(engine, 2) == ["b", "a"]
+    record = world.record("b")
+    assert (record.state, record.engine, record.incarnation) == ("running", engine.slot, engine.incarnation)
+    assert record.received >= record.enqueued
+    assert world.queued() == ["c"]
+    world.check_integrity()
+
+
+def test_of_nothing_it_takes_nothing(world: World) -> None:
+    engine = world.engine()
+    assert world.take(engine, 5) == []
+
+
+def test_a_lost_answer_loses_no_request(world: World) -> None:
+    world.enqueue(*(world.request() for _ in range(6)))
+    engine = world.engine()
+    with LossyProxy(world.url) as proxy, Bus(proxy.url) as bus:
+        bus.run(queue_depth(world.model))
+        proxy.losses = 1
+        taken = bus.run(world.take_call(engine, 2))
+        assert proxy.lost == 1
+    assert [decode_request(payload).request_id for _, payload in taken] == ["r1", "r2"]
+    assert len(world.pending()) == 2
+    world.check_integrity()
+
+
+def test_run_again_long_after_the_answer_was_lost_it_gives_the_same(world: World) -> None:
+    world.enqueue(*(world.request() for _ in range(4)))
+    engine = world.engine()
+    call = world.take_call(engine, 2)
+    with LossyProxy(world.url) as proxy, Bus(proxy.url, patience=0.3) as bus:
+        bus.run(queue_depth(world.model))
+        proxy.losses = 1_000
+        with pytest.raises(BusUnavailable):
+            bus.run(call)
+    assert [decode_request(payload).request_id for _, payload in world.bus.run(call)] == ["r1", "r2"]
+    assert world.take(engine, 2) == ["r3", "r4"]
+    world.check_integrity()
+
+
+def test_racing_engines_share_without_overlap(world: World) -> None:
+    names = [f"q{number}" for number in range(200)]
+    world.enqueue(*(world.request(name) for name in names))
+    engines = [world.engine() for _ in range(4)]
+
+    def work(engine: Engine) -> None:
+        while world.take(engine, 3):
+            pass
+
+    threads = [threading.Thread(target=work, args=(engine,)) for engine in engines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(name for engine in engines for name in engine.running) == sorted(names)
+    world.check_integrity()
+
+
+def sharers(world: World, count: int) -> list[Engine]:
+    """Engines that have just asked, and found nothing."""
+    engines = [world.engine() for _ in range(count)]
+    for engine in engines:
+        assert world.take(engine, 100) == []
+    return engines
+
+
+def enqueue(world: World, count: int) -> None:
+    world.enqueue(*(world.request() for _ in range(count)))
+
+
+def test_each_takes_its_share_and_no_more(world: World) -> None:
+    first, second, third = sharers(world, 3)
+    enqueue(world, 16)
+    assert world.take(first, 100) == [f"r{number}" for number in range(1, 7)]  # 16 / 3, rounded up
+    assert world.take(first, 100) == []
+    assert len(world.take(second, 4, places=100)) == 4
+    assert len(world.take(third, 100)) == 5
+    assert len(world.take(second, 4, places=96)) == 1 and world.queued() == []
+    world.check_integrity()
+
+
+def test_one_at_a_time_goes_to_who_has_less(world: World) -> None:
+    first, second = sharers(world, 2)
+    enqueue(world, 1)
+    assert world.take(second, 100) == ["r1"], "whoever comes first"
+    enqueue(world, 1)
+    assert world.take(second, 100) == []
+    assert world.take(first, 100) == ["r2"]
+    world.end(first, "r2")
+    enqueue(world, 2)
+    assert world.take(second, 100) == ["r3"]
+    assert world.take(first, 100) == ["r4"]
+
+
+def test_who_has_more_waits_until_the_others_have_as_much(world: World) -> None:
+    (first,) = sharers(world, 1)
+    enqueue(world, 6)
+    assert len(world.take(first, 100)) == 6, "alone it may have all"
+    (second,) = sharers(world, 1)
+    enqueue(world, 8)
+    assert len(world.take(first, 100)) == 1
+    assert len(world.take(second, 100)) == 7
+
+
+def test_the_share_of_a_dead_engine_is_the_others_at_once(world: World) -> None:
+    first, second = sharers(world, 2)
+    enqueue(world, 10)
+    assert len(world.take(second, 100)) == 5
+    world.crash(second)
+    enqueue(world, 3)
+    assert len(world.take(first, 100)) == 8, "what the dead one had in flight counts for nothing either"
+    heir = world.engine()
+    enqueue(world, 1)
+    assert len(world.take(first, 100)) == 1, "who has not asked yet has no share"
+    assert heir.slot == second.slot
+
+
+def test_the_share_of_who_asks_no_more_lapses(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sleeps, hangs, or has been full for so long."""
+    first, second = sharers(world, 2)
+    enqueue(world, 10)
+    assert len(world.take(first, 100)) == 5
+    assert world.take(first, 100) == []
+    monkeypatch.setattr(transitions, "SHARE_TTL", 0.05)
+    deadline = time.monotonic() + 5
+    while not (rest := world.take(first, 100)):
+        assert time.monotonic() < deadline
+    assert len(rest) == 5
+    assert world.take(second, 100) == []
+
+
+def test_who_can_run_no_more_leaves_the_rest_to_others(world: World) -> None:
+    small, large = sharers(world, 2)
+    world.take(small, 4)
+    enqueue(world, 20)
+    assert len(world.take(large, 100)) == 16
+    assert world.take(small, 8, places=4) == ["r17", "r18", "r19", "r20"]
+    enqueue(world, 1)
+    assert world.take(small, 4, places=0) == [], "the large one has room, though it has more"
+    assert world.take(large, 1) == ["r21"]
+
+
+def test_who_says_that_it_has_no_room_holds_nothing_back(world: World) -> None:
+    """It has seats, but its KV cache is full."""
+    full, other = sharers(world, 2)
+    assert world.take(full, 0) == []
+    enqueue(world, 10)
+    assert len(world.take(other, 100)) == 10
+
+
+def test_what_ends_makes_no_places_in_the_eyes_of_others(world: World) -> None:
+    full, other = sharers(world, 2)
+    enqueue(world, 6)
+    assert len(world.take(full, 3)) == len(world.take(other, 100)) == 3
+    world.end(full, *full.running[:2])
+    enqueue(world, 4)
+    assert len(world.take(other, 100)) == 4, "the line in the full engine may need all that was freed"
+
+
+def test_a_line_is_kept_of_the_surplus_alone(world: World) -> None:
+    full, other = sharers(world, 2)
+    world.take(other, 3)
+    enqueue(world, 5)
+    assert world.take(full, 4, places=0) == ["r1", "r2"], "the other one has places for three"
+    assert world.take(other, 4, places=3) == ["r3", "r4", "r5"]
+    enqueue(world, 6)
+    assert len(world.take(full, 4, places=0)) == 4, "where all are full, each keeps a line of its own"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_waits_while_somebody_has_room_and_who_takes_rises_no_higher_than_others(
+    world: World, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of any room, which changes, come in any order, ask for more or less than that, until nobody gets anything."""
+    monkeypatch.setattr(transitions, "SHARE_TTL", 60.0)
+    chance = random.Random(seed)
+    engines = sharers(world, chance.randint(2, 5))
+    for _ in range(12):
+        places = {engine: chance.choice([0, 0, chance.randint(1, 40)]) for engine in engines}
+        for engine in engines:
+            assert world.take(engine, 0, places[engine]) == []
+        enqueue(world, chance.randint(1, 40))
+        idle: set[Engine] = set()
+        takers: set[Engine] = set()
+        lines = 0  # taken by engines that had no places for them
+        while idle != set(engines):
+            engine = chance.choice(engines)
+            most_now = chance.randint(1, 5) if places[engine] else chance.randint(0, 4)
+            taken = len(world.take(engine, most_now, places[engine]))
+            idle = set() if taken else {*idle, engine} if most_now else idle
+            lines += max(0, taken - places[engine])
+            places[engine] = max(0, places[engine] - taken)
+            takers |= {engine} if taken else set()
+        world.check_integrity()
+        open_ones = [len(engine.running) for engine in engines if places[engine]]
+        if open_ones:
+            assert not world.queued() and not lines
+            assert max((len(engine.running) for engine in takers), default=0) <= min(open_ones) + 1
+        for engine in engines:
+            world.end(engine, *chance.sample(engine.running, chance.randint(0, len(engine.running))))
+
+
+def test_a_zombie_takes_nothing(world: World) -> None:
+    world.enqueue(world.request("a"))
+    zombie = world.engine()
+    world.crash(zombie)
+    with pytest.raises(Fenced):
+        world.take(zombie)
+    replacement = world.engine()
+    assert replacement.slot == zombie.slot
+    with pytest.raises(Fenced):
+        world.take(zombie)
+    assert world.take(replacement) == ["a"]
+    world.check_integrity()
+
+
+def test_after_a_wipe_nobody_holds_anything(world: World) -> None:
+    engine = world.engine()
+    world.raw.flushall()
+    with pytest.raises(Fenced):
+        world.take(engine)
+
+
+def test_a_trimmed_entry_ends_its_request_instead_of_losing_it(world: World) -> None:
+    outcome = world.enqueue(world.request("a"), world.request("b"))
+    assert isinstance(outcome, Enqueued)
+    world.raw.xdel(keys.requests(world.model), outcome.entries[0])
+    assert world.take(world.engine(), 2) == ["b"]
+    assert (world.record("a").state, world.record("a").reason) == ("ended", "error")
+    world.check_integrity()
+
+
+def test_an_unreadable_entry_is_rejected_once(world: World) -> None:
+    request = world.request("a")
+    world.enqueue(request)
+    engine = world.engine()
+    (taken,) = world.bus.run(world.take_call(engine, 1))
+    call = transitions.reject(world.model, engine.slot, engine.incarnation, taken.entry, "cannot be read")
+    with Listener(world) as listener:
+        assert world.bus.run(call) is True
+        assert world.bus.run(call) is False
+        (message,) = listener.wait_for(1)
+    assert isinstance(message, RequestEnded)
+    assert (message.request_id, message.handle, str(message.reason), message.error) == (
+        "a",
+        request.handle,
+        "error",
+        "cannot be read",
+    )
+    assert world.record("a").error == "cannot be read"
+    world.check_integrity()
+
+
+def test_a_zombie_rejects_nothing(world: World) -> None:
+    world.enqueue(world.request("a"))
+    zombie = world.engine()
+    (taken,) = world.bus.run(world.take_call(zombie, 1))
+    world.crash(zombie)
+    with pytest.raises(Fenced):
+        world.bus.run(transitions.reject(world.model, zombie.slot, zombie.incarnation, taken.entry, "x"))
+    heir = world.engine()
+    assert world.bus.run(transitions.reject(world.model, heir.slot, heir.incarnation, taken.entry, "x")) is False
+    world.check_integrity()

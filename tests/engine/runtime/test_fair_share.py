@@ -1,0 +1,89 @@
+"""Several engines on one queue, over a real Redis with the null model: who takes how much of what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from engine.client.client import AsyncClient
+from engine.protocol import FinishReason
+from tests.engine.conftest import MODEL, RunningEngine
+from tests.engine.runtime.test_loop import add, collect, expected, make_request, settled
+
+
+@pytest.fixture(autouse=True)
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nothing ends before everything has been taken."""
+    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
+
+
+async def run(client: AsyncClient, count: int, max_tokens: int = 100, prompt: int = 20) -> Counter[str]:
+    """So many requests at once, to their ends: slot -> how many ran there."""
+    alike = [make_request(client, prompt=prompt, max_tokens=max_tokens) for _ in range(count)]
+    requests = [msgspec.structs.replace(each, cache_salt=each.request_id) for each in alike]  # no two share blocks
+    streams = [stream for request in requests for stream in await add(client, request)]
+    for request, (tokens, (end,)) in zip(requests, await asyncio.gather(*map(collect, streams)), strict=True):
+        assert tokens == [expected(request, prompt=prompt)] and end.reason == FinishReason.LENGTH
+    records = await asyncio.gather(*(client.record(MODEL, request.request_id) for request in requests))
+    return Counter(record.engine for record in records if record is not None)
+
+
+async def test_two_engines_have_as_much_each(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
+    engines = [start_engine(), start_engine()]
+    shares = await run(client, 16)
+    assert sorted(shares) == ["0", "1"] and 7 <= shares["0"] <= 9, shares
+    for engine in engines:
+        await settled(engine)
+
+
+async def test_one_request_at_a_time(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
+    start_engine(), start_engine()
+    for _ in range(6):
+        assert (await run(client, 1, max_tokens=2)).total() == 1
+
+
+async def test_engines_of_different_size_take_everything(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
+    start_engine(max_num_seqs=2)
+    start_engine(max_num_seqs=32)
+    async with asyncio.timeout(20):
+        shares = await run(client, 24)
+    assert shares["0"] + shares["1"] == 24 and shares["1"] >= 16, shares
+
+
+async def test_an_engine_short_of_kv_cache_holds_nothing_back(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four prompts fill its cache. It has seats for all, but what waits goes to who has blocks too."""
+    monkeypatch.setattr("engine.bus.transitions.SHARE_TTL", 60.0)
+    start_engine(max_num_seqs=64, num_blocks=33)
+    start_engine(max_num_seqs=64)
+    async with asyncio.timeout(20):
+        shares = await run(client, 24, max_tokens=50, prompt=100)
+    assert shares["0"] + shares["1"] == 24 and shares["1"] >= 15, shares
+
+
+async def test_who_sleeps_holds_nothing_back(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
+    start_engine(), start_engine()
+    await run(client, 2, max_tokens=2)
+    await client.directory.refresh()
+    sleeper = client.engines()[1]
+    assert (await client.utility(sleeper, "sleep")).ok
+    async with asyncio.timeout(20):
+        assert (await run(client, 16))["0"] >= 15, "a look that had begun may have taken one"
+    assert (await client.utility(sleeper, "wake_up")).ok
+    shares = await run(client, 16)
+    assert 7 <= shares["1"] <= 9, shares
+
+
+async def test_a_burst_is_taken_as_fast_as_steps_find_places(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look is not waited for where a step has made room."""
+    monkeypatch.setattr("engine.runtime.intake.LOOK_SECONDS", 30.0)
+    start_engine()
+    async with asyncio.timeout(20):
+        assert await run(client, 16, max_tokens=40) == {"0": 16}

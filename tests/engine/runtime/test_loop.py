@@ -1,0 +1,513 @@
+"""The engine as its clients meet it: outputs, aborts, stops, replays, refusals, death; over a real Redis with the null model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.bus import leases, records
+from engine.bus.call import Fenced
+from engine.bus.enqueue import AdmissionLimits, Refused, RequestFacts
+from engine.client.client import AsyncClient
+from engine.client.request_stream import RequestStream
+from engine.protocol import (
+    PROTOCOL_VERSION,
+    Abort,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishedOutput,
+    FinishReason,
+    OutputPromptLogprobs,
+    RequestTimes,
+    encode,
+    encode_column,
+)
+from engine.runtime.loop import IDLE_SECONDS
+from gpu.null import null_tokens
+from gpu.plan import SamplingParams, child_seed
+from tests.engine.conftest import MODEL, RunningEngine
+
+NO_LIMITS = AdmissionLimits()
+
+
+def make_request(client: AsyncClient, name: str = "r", prompt: int = 20, **sampling: object) -> EngineCoreRequest:
+    handle = client.next_handle()
+    params = {"max_tokens": 10, "seed": handle, "ignore_eos": True, **sampling}
+    return EngineCoreRequest(
+        version=PROTOCOL_VERSION,
+        request_id=f"{name}-{handle:08x}",
+        prompt_token_ids=encode_column(np.arange(300, 300 + prompt)),
+        sampling=SamplingParams(**params),  # type: ignore[arg-type]
+        client=client.incarnation,
+        handle=handle,
+    )
+
+
+async def add(client: AsyncClient, *requests: EngineCoreRequest, external_id: str = "mine") -> list[RequestStream]:
+    return await client.add(MODEL, list(requests), RequestFacts(external_id), NO_LIMITS)
+
+
+async def collect(stream: RequestStream, n: int = 1) -> tuple[list[list[int]], list[FinishedOutput]]:
+    tokens: list[list[int]] = [[] for _ in range(n)]
+    ends: dict[int, FinishedOutput] = {}
+    async for update in stream:
+        for delta in update.deltas:
+            tokens[delta.choice] += delta.token_ids
+            if delta.finished is not None:
+                assert delta.choice not in ends
+                ends[delta.choice] = delta.finished
+    return tokens, [ends[choice] for choice in range(n)]
+
+
+def expected(request: EngineCoreRequest, choice: int = 0, prompt: int = 20) -> list[int]:
+    count = request.sampling.max_tokens
+    seeds = np.full(count, child_seed(request.sampling.seed, choice), np.uint64)
+    return null_tokens(seeds, np.arange(prompt, prompt + count, dtype=np.uint64), 256, 49152).tolist()
+
+
+async def settled(engine: RunningEngine) -> None:
+    """Wait until the engine holds nothing, then prove it."""
+    async with asyncio.timeout(10):
+        while len(engine.loop.held) or engine.core.has_work or engine.bus.run(records.live_requests(MODEL)):
+            await asyncio.sleep(0.01)
+    stats = engine.core.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.num_free_blocks == engine.core.limits.num_blocks - 1
+
+
+async def test_outputs_come_whole_and_end_once(engine: RunningEngine, client: AsyncClient) -> None:
+    requests = [make_request(client) for _ in range(40)]  # more than run at once
+    streams = [(await add(client, request))[0] for request in requests]
+    for request, (tokens, ends) in zip(requests, await asyncio.gather(*map(collect, streams)), strict=True):
+        assert tokens == [expected(request)]
+        assert ends[0].reason == FinishReason.LENGTH
+        times = ends[0].times
+        assert 0 < times.received <= times.scheduled <= times.first_token <= times.last_token <= times.finished
+    await settled(engine)
+    record = await client.record(MODEL, requests[0].request_id)
+    assert record is not None
+    assert (record.state, record.reason, record.output_tokens, record.prompt_tokens) == ("ended", "length", 10, 20)
+
+
+async def test_choices_differ_and_each_ends(engine: RunningEngine, client: AsyncClient) -> None:
+    request = make_request(client, n=3)
+    (stream,) = await add(client, request)
+    tokens, ends = await collect(stream, 3)
+    assert tokens == [expected(request, choice) for choice in range(3)]
+    assert [end.reason for end in ends] == [FinishReason.LENGTH] * 3
+    await settled(engine)
+
+
+async def test_logprobs_and_prompt_logprobs_come_complete(engine: RunningEngine, client: AsyncClient) -> None:
+    request = make_request(client, prompt=300, logprobs=2, prompt_logprobs=1)  # longer than a step's budget
+    (stream,) = await add(client, request)
+    offsets, positions = [], []
+    async for update in stream:
+        for entry in update.prompt_logprobs:
+            positions += range(entry.position, entry.position + len(entry.ranks) // 4)
+        for delta in update.deltas:
+            offsets += [entry.offset for entry in delta.logprobs]
+            assert all(len(entry.token_ids) == 12 for entry in delta.logprobs)
+    assert offsets == list(range(10)) and positions == list(range(1, 300))
+    await settled(engine)
+
+
+async def test_abort_of_a_running_request_frees_its_blocks(engine: RunningEngine, client: AsyncClient) -> None:
+    request = make_request(client, max_tokens=450)
+    (stream,) = await add(client, request)
+    await anext(stream)
+    result = await client.abort(MODEL, request.request_id)
+    assert result.found and result.state == "ended" and 0 < result.num_tokens < 450
+    assert engine.core.stats().num_free_blocks == engine.core.limits.num_blocks - 1
+    _, ends = await collect(stream)
+    assert (ends[0].reason, ends[0].num_tokens) == (FinishReason.ABORT, result.num_tokens)
+    again = await client.abort(MODEL, request.request_id)
+    assert again.found and again.num_tokens == result.num_tokens
+    await settled(engine)
+
+
+async def test_a_running_record_tells_what_the_prefix_cache_gave(engine: RunningEngine, client: AsyncClient) -> None:
+    (first,) = await add(client, make_request(client, prompt=40))
+    await collect(first)
+    request = make_request(client, prompt=40, max_tokens=450)
+    (stream,) = await add(client, request)
+    await anext(stream)
+    record = await client.record(MODEL, request.request_id)
+    assert record is not None and (record.state, record.cached_tokens) == ("running", 32)  # whole blocks
+    await stream.abort()
+    await settled(engine)
+
+
+async def test_a_client_that_leaves_frees_the_engine(engine: RunningEngine, client: AsyncClient) -> None:
+    streams = [(await add(client, make_request(client, max_tokens=450)))[0] for _ in range(30)]  # running and waiting ones
+    await anext(streams[0])
+    for stream in streams:
+        await stream.abort()
+    await settled(engine)
+    assert client.num_streams == 0
+
+
+async def test_abort_of_a_queued_request_needs_no_engine(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
+    request = make_request(client)
+    (stream,) = await client.add(MODEL, [request], RequestFacts("mine"), AdmissionLimits(require_engine=False))
+    result = await client.abort(MODEL, request.request_id)
+    assert (result.state, result.num_tokens) == ("ended", 0)
+    _, ends = await collect(stream)
+    assert ends[0].reason == FinishReason.ABORT
+    await settled(start_engine())
+
+
+async def test_an_abort_that_overtakes_its_request_wins(engine: RunningEngine, client: AsyncClient) -> None:
+    request = make_request(client)
+    assert not (await client.abort(MODEL, request.request_id)).found
+    with pytest.raises(Refused) as refusal:
+        await add(client, request)
+    assert refusal.value.reason == "aborted"
+    await settled(engine)
+
+
+async def test_an_abort_read_before_its_request_wins(engine: RunningEngine, client: AsyncClient) -> None:
+    """The engine reads commands and requests from different keys: the command may be first."""
+    request = make_request(client, max_tokens=450)
+    engine.loop.inbox.put(Abort(request.request_id))
+    (stream,) = await add(client, request)
+    tokens, ends = await collect(stream)
+    assert (tokens, ends[0].reason) == ([[]], FinishReason.ABORT)
+    await settled(engine)
+
+
+async def test_a_row_that_fails_ends_alone_though_the_next_step_is_planned(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.002,fail_seed=77")
+    engine = start_engine()
+    good = make_request(client, max_tokens=100)
+    (stream,) = await add(client, good)
+    await anext(stream)
+    bad = [(await add(client, make_request(client, seed=77)))[0] for _ in range(3)]
+    for tokens, ends in await asyncio.gather(*map(collect, bad)):
+        assert (tokens, ends[0].reason) == ([[]], FinishReason.ERROR)
+        assert ends[0].error is not None and "seed 77 fails" in ends[0].error
+    tokens, _ = await collect(stream)
+    assert tokens[0] == expected(good)[100 - len(tokens[0]) :]
+    await settled(engine)
+    assert engine.error is None
+
+
+async def test_the_list_tells_how_far_a_running_request_is(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
+    engine = start_engine()
+    request = make_request(client, max_tokens=450)
+    (stream,) = await add(client, request)
+    await anext(stream)
+    async with asyncio.timeout(5):
+        while not (seen := engine.bus.run(records.live_requests(MODEL))[0].output_tokens):
+            await asyncio.sleep(0.05)
+    assert 0 < seen <= 450
+    assert engine.bus.run(records.find(MODEL, "mine"))[0].output_tokens >= seen
+    await stream.abort()
+    await settled(engine)
+
+
+async def test_a_stop_string_cuts_the_output(engine: RunningEngine, client: AsyncClient) -> None:
+    request = make_request(client, max_tokens=450)
+    (stream,) = await add(client, request)
+    received = 0
+    while received < 5:
+        received += sum(len(delta.token_ids) for delta in (await anext(stream)).deltas)
+    await stream.stop(0, 5, "END")
+    _, ends = await collect(stream)
+    assert (ends[0].reason, ends[0].num_tokens, ends[0].stop_reason) == (FinishReason.STOP, 5, "END")
+    await settled(engine)
+    record = await client.record(MODEL, request.request_id)
+    assert record is not None and (record.reason, record.output_tokens) == ("stop", 5)
+
+
+async def test_lost_messages_are_healed(engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third message is lost on the way, the last one too."""
+    taken = client._take_in
+    count = 0
+
+    def lossy(payload: bytes) -> None:
+        nonlocal count
+        count += 1
+        if count % 3:
+            taken(payload)
+
+    monkeypatch.setattr(client, "_take_in", lossy)
+    requests = [make_request(client, max_tokens=60) for _ in range(5)]
+    streams = [(await add(client, request))[0] for request in requests]
+    async with asyncio.timeout(30):
+        results = await asyncio.gather(*map(collect, streams))
+    for request, (tokens, _) in zip(requests, results, strict=True):
+        assert tokens == [expected(request)]
+    await settled(engine)
+
+
+async def test_a_message_that_cannot_be_read_is_as_good_as_lost(
+    engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = client._take_in
+    messages = iter(range(100))
+    monkeypatch.setattr(client, "_take_in", lambda payload: taken(payload if next(messages) else payload[:-1]))
+    request = make_request(client)
+    (stream,) = await add(client, request)
+    async with asyncio.timeout(30):
+        tokens, _ = await collect(stream)
+    assert tokens == [expected(request)]
+    await settled(engine)
+
+
+async def test_a_cut_subscription_is_healed(engine: RunningEngine, client: AsyncClient) -> None:
+    request = make_request(client, max_tokens=450)
+    (stream,) = await add(client, request)
+    await anext(stream)
+    connections = engine.bus._client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+    assert connections >= 1
+    async with asyncio.timeout(30):
+        update = await anext(stream)
+        assert update.deltas[0].token_ids
+        await stream.abort()
+    await settled(engine)
+
+
+async def test_a_request_on_its_way_is_not_given_up_after_a_cut(engine: RunningEngine, client: AsyncClient) -> None:
+    """Redis holds `enqueue` back; meanwhile the subscription breaks, and its healing finds no record of the request."""
+    redis = engine.bus._client.execute_command
+    request = make_request(client)
+    redis("CLIENT", "PAUSE", 10_000, "WRITE")
+    adding = asyncio.create_task(add(client, request))
+    async with asyncio.timeout(30):
+        while not client.num_streams:
+            await asyncio.sleep(0)
+        (stream,) = client._streams.values()
+        redis("CLIENT", "KILL", "TYPE", "pubsub")
+        await client._repair(stream)
+        redis("CLIENT", "UNPAUSE")
+        assert await adding == [stream]
+        tokens, _ = await collect(stream)
+    assert tokens == [expected(request)]
+    await settled(engine)
+
+
+async def test_a_prompt_that_does_not_fit_ends_with_an_error(engine: RunningEngine, client: AsyncClient) -> None:
+    (stream,) = await add(client, make_request(client, prompt=600))
+    _, ends = await collect(stream)
+    assert ends[0].reason == FinishReason.ERROR and "600 tokens" in (ends[0].error or "")
+    await settled(engine)
+
+
+async def test_a_request_that_cannot_be_one_ends_alone(
+    engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a faulty API server writes: its request ends with an error, the engine goes on."""
+
+    def without_prompt(request: EngineCoreRequest) -> bytes:
+        fields = list(msgspec.structs.astuple(request))
+        fields[2] = b""
+        return msgspec.msgpack.encode(fields)
+
+    for damaged in (without_prompt, lambda request: b"no MessagePack", lambda request: encode(request)[:20]):
+        with monkeypatch.context() as patch:
+            patch.setattr("engine.bus.enqueue.encode", damaged)
+            (stream,) = await add(client, make_request(client))
+        _, ends = await collect(stream)
+        assert (ends[0].reason, ends[0].error) == (FinishReason.ERROR, "The request could not be read.")
+    (stream,) = await add(client, make_request(client))
+    tokens, _ = await collect(stream)
+    assert len(tokens[0]) == 10
+    await settled(engine)
+
+
+async def test_a_gap_in_what_ends_in_the_same_message_is_no_harm(engine: RunningEngine, client: AsyncClient) -> None:
+    """Prompt logprobs are missing, and before they can be asked for the engine ends the request with an error."""
+    request = make_request(client, prompt=40, prompt_logprobs=0)
+    (stream,) = await client.add("nobody", [request], RequestFacts("mine"), AdmissionLimits(require_engine=False))
+    late = OutputPromptLogprobs(request.handle, 20, encode_column([7]), encode_column([0.0], np.float32), encode_column([1]))
+    end = FinishedOutput(request.handle, 0, 0, FinishReason.ERROR, None, 0, RequestTimes(), "broken")
+    client._take_in(encode(EngineCoreOutputs("nobody:0", 1, 1, prompt_logprobs=[late], finished=[end])))
+    _, ends = await collect(stream)
+    assert ends == [end] and client.num_streams == 0
+
+
+async def test_limits_refuse_the_whole_list(engine: RunningEngine, client: AsyncClient) -> None:
+    with pytest.raises(Refused) as refusal:
+        await client.add(
+            MODEL, [make_request(client) for _ in range(3)], RequestFacts("mine"), AdmissionLimits(max_num_queued_reqs=2)
+        )
+    assert refusal.value.reason == "max_num_queued_reqs"
+    assert client.num_streams == 0
+    await settled(engine)
+
+
+async def test_cancelling_add_at_any_await_leaves_nothing(engine: RunningEngine, client: AsyncClient) -> None:
+    for delay in range(12):
+        task = asyncio.create_task(add(client, make_request(client, max_tokens=450)))
+        for _ in range(delay):
+            await asyncio.sleep(0)
+        task.cancel()
+        outcome = (await asyncio.gather(task, return_exceptions=True))[0]
+        if isinstance(outcome, list):
+            await outcome[0].abort()
+    await settled(engine)
+    assert client.num_streams == 0
+
+
+async def test_priority_orders_what_waits(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
+    waiting = AdmissionLimits(require_engine=False)
+    order: list[int] = []
+
+    async def run(priority: int) -> None:
+        request = msgspec.structs.replace(make_request(client, max_tokens=40), priority=priority)
+        (stream,) = await client.add(MODEL, [request], RequestFacts("mine"), waiting)
+        await collect(stream)
+        order.append(priority)
+
+    tasks = [asyncio.create_task(run(priority)) for priority in (5, 1, 3)]
+    async with asyncio.timeout(5):
+        while len(await client._bus.run(records.live_requests(MODEL))) < 3:
+            await asyncio.sleep(0.01)
+    engine = start_engine(max_num_seqs=1)
+    await asyncio.gather(*tasks)
+    assert order == [1, 3, 5]
+    await settled(engine)
+
+
+async def test_a_hung_engine_is_fenced_and_its_requests_end(engine: RunningEngine, client: AsyncClient) -> None:
+    """Its slot is taken from it while it runs, as after a stop that outlasted its time to live."""
+    (stream,) = await add(client, make_request(client, max_tokens=450))
+    await anext(stream)
+    engine.bus.run(leases.release_slot(MODEL, engine.info.slot, engine.info.incarnation))
+    async with asyncio.timeout(10):
+        _, ends = await collect(stream)
+    assert ends[0].reason == FinishReason.ERROR
+    engine.join()
+    assert isinstance(engine.error, Fenced)
+    record = await client.record(MODEL, stream.request_id)
+    assert record is not None and (record.state, record.reason) == ("ended", "error")
+
+
+async def test_an_abort_is_told_of_the_end_that_a_dead_engine_could_not_confirm(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
+    engine = start_engine()
+    monkeypatch.setattr(engine.loop, "_obey", lambda command, report: None)
+    (stream,) = await add(client, make_request(client, max_tokens=450))
+    await anext(stream)
+    aborting = asyncio.create_task(client.abort(MODEL, stream.request_id, timeout=60))
+    engine.bus.run(leases.release_slot(MODEL, engine.info.slot, engine.info.incarnation))
+    async with asyncio.timeout(10):
+        result = await aborting
+    assert (result.found, result.state) == (True, "ended")
+    assert result.record is not None and result.record.reason == "error"
+    engine.join()
+
+
+async def test_an_abort_that_nobody_confirms_says_so(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
+    engine = start_engine()
+    with monkeypatch.context() as deaf:
+        deaf.setattr(engine.loop, "_obey", lambda command, report: None)
+        (stream,) = await add(client, make_request(client, max_tokens=450))
+        await anext(stream)
+        assert (await client.abort(MODEL, stream.request_id, timeout=0.2)).state == "unconfirmed"
+    assert (await client.abort(MODEL, stream.request_id)).state == "ended"
+    await settled(engine)
+
+
+async def test_shutdown_ends_what_runs(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
+    engine = start_engine()
+    (stream,) = await add(client, make_request(client, max_tokens=450))
+    await anext(stream)
+    engine.loop.stop()
+    async with asyncio.timeout(5):
+        _, ends = await collect(stream)
+    assert (ends[0].reason, ends[0].error) == (FinishReason.ERROR, "The engine was shut down.")
+    engine.join()
+    assert engine.bus.run(leases.engines(MODEL)) == []
+    assert engine.error is None
+
+
+async def test_a_draining_engine_still_obeys_aborts(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
+    engine = start_engine()
+    (stream,) = await add(client, make_request(client, max_tokens=450))
+    await anext(stream)
+    engine.loop.stop(timeout=60)
+    async with asyncio.timeout(10):
+        result = await client.abort(MODEL, stream.request_id)
+    assert result.state == "ended" and 0 < result.num_tokens < 450
+    engine.join()  # nothing is left to wait for
+    assert engine.error is None
+
+
+async def test_the_second_stop_does_not_wait(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
+    engine = start_engine()
+    (stream,) = await add(client, make_request(client, max_tokens=450))
+    await anext(stream)
+    engine.loop.stop(timeout=60)
+    engine.loop.stop(timeout=60)
+    engine.join()
+    _, (end,) = await collect(stream)
+    assert end.reason == FinishReason.ERROR
+
+
+def test_stop_takes_no_lock_of_the_loop(engine: RunningEngine) -> None:
+    """A signal handler runs it between any two instructions of the loop, one that rings the intake's bell among them."""
+    stopping = threading.Thread(target=engine.loop.stop, daemon=True)
+    with engine.loop.intake._bell._cond:
+        stopping.start()
+        stopping.join(10)
+        assert not stopping.is_alive()
+    engine.join()
+
+
+async def test_what_was_taken_but_not_looked_at_ends_with_its_engine(
+    engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = threading.Event()
+    monkeypatch.setattr(engine.loop, "_take_in", lambda: looks.wait(0.01))  # the inbox is never emptied
+    await asyncio.to_thread(looks.wait, 2 * IDLE_SECONDS)  # a look that had begun is over
+    (stream,) = await add(client, make_request(client))
+    async with asyncio.timeout(10):
+        while (record := await client.record(MODEL, stream.request_id)) is None or record.state != "running":
+            await asyncio.sleep(0.01)
+        engine.loop.stop()
+        tokens, (end,) = await collect(stream)
+    assert tokens == [[]] and (end.reason, end.error) == (FinishReason.ERROR, "The engine was shut down.")
+    await asyncio.to_thread(engine.join)
+
+
+async def test_utility_calls(engine: RunningEngine, client: AsyncClient) -> None:
+    await client.directory.refresh()
+    (info,) = client.engines()
+    assert (await client.utility(info, "reset_prefix_cache")).value is True
+    assert (await client.utility(info, "no_such_call")).error == "There is no utility call 'no_such_call'."
+    assert (await client.utility(info, "start_profile")).ok
+    assert not (await client.utility(info, "start_profile")).ok
+    assert str((await client.utility(info, "stop_profile")).value).endswith(".pstats")
+    wrong = await client.utility(info, "sleep", "now")
+    assert not wrong.ok and "TypeError" in (wrong.error or "")
+    assert (await client.utility(info, "sleep")).ok
+    (stream,) = await add(client, make_request(client))
+    record = await client.record(MODEL, stream.request_id)
+    assert record is not None and record.state == "queued"
+    assert (await client.utility(info, "wake_up")).ok
+    tokens, _ = await collect(stream)
+    assert len(tokens[0]) == 10
+    await settled(engine)
