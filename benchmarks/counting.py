@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpu.models.config import ArchitectureConfig
+from gpu.checkpoint.architecture import ArchitectureConfig
 
 
 @dataclass(frozen=True)

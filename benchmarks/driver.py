@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gpu.batch import OVERRUN
+from gpu.checkpoint.weights import Checkpoint
 from gpu.config import WorkerConfig
 from gpu.distributed import TensorParallelGroup
 from gpu.plan import NewRequest, SamplingParams, SchedulerOutput
-from gpu.runner import ModelRunner
-from gpu.weights import Checkpoint
+from gpu.runner.input_batch import OVERRUN
+from gpu.runner.runner import ModelRunner
 
 NONE = np.zeros(0, np.int32)
 

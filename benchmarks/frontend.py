@@ -38,7 +38,7 @@ from tokenizers import Tokenizer
 from benchmarks.replay.headrace_engine import NAME
 from benchmarks.replay.recording import GATE, RECORDING
 from benchmarks.served import Server, peers, running, stop_on_sigterm
-from gpu.tokenizer_files import load_tokenizer_files
+from gpu.checkpoint.tokenizer_files import load_tokenizer_files
 from ops.demo import fetch_demo
 from ops.embedded import DataDirectory, EmbeddedValkey
 

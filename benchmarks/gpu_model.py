@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from benchmarks.driver import Driver
+from gpu.checkpoint.architecture import ArchitectureConfig
+from gpu.checkpoint.weights import Checkpoint
 from gpu.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
-from gpu.cuda_graphs import PaddedDecode
-from gpu.models.config import ArchitectureConfig
 from gpu.plan import SamplingParams
-from gpu.runner import ModelRunner
-from gpu.weights import Checkpoint
+from gpu.runner.cuda_graphs import PaddedDecode
+from gpu.runner.runner import ModelRunner
 from kernels import device as kernel_device
 from kernels import reference
 

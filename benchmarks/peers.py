@@ -34,9 +34,9 @@ from rich.table import Table
 from benchmarks import records
 from benchmarks.counting import Load, Machine, Served, serve_at_best
 from benchmarks.served import Running, ServedError, Server, headrace, peers, put_under, running, stop_on_sigterm
+from gpu.checkpoint.architecture import ArchitectureConfig
+from gpu.checkpoint.weights import open_checkpoint
 from gpu.machine import available_cores
-from gpu.models.config import ArchitectureConfig
-from gpu.weights import open_checkpoint
 
 LOADS = {"warm": Load(4, 4, 64, 16), "W1": Load(1, 8, 128, 128), "W2": Load(16, 48, 128, 128), "W3": Load(16, 32, 128, 32, 896)}
 FIGURES = {"ttft": "TTFT p50 ms", "tpot": "TPOT p50 ms", "output": "output tok/s", "total": "total tok/s", "memory": "peak MB"}

@@ -22,9 +22,9 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from engine.llm import LLM
+from gpu.checkpoint.tokenizer_files import load_tokenizer_files
 from gpu.config import ModelConfig
 from gpu.plan import SamplingParams
-from gpu.tokenizer_files import load_tokenizer_files
 
 NUM_TOKENS = 20_000
 WINDOW = 512

@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from gpu.checkpoint.weights import open_checkpoint
 from gpu.config import ModelConfig, ParallelConfig, WorkerConfig
 from gpu.distributed import TensorParallelGroup
-from gpu.linear import Linear
 from gpu.machine import available_cores
 from gpu.models.decoder import CausalLM
-from gpu.runner import ModelRunner
-from gpu.weights import open_checkpoint
+from gpu.models.linear import Linear
+from gpu.runner.runner import ModelRunner
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 MEMORY = 256 << 20  # bytes that are read, more than caches hold

@@ -22,9 +22,9 @@ from benchmarks import records
 from benchmarks.counting import Load, serve_at_best
 from benchmarks.peers import LOADS, machine_of, rates_of
 from benchmarks.served import headrace, put_under, running, stop_on_sigterm
+from gpu.checkpoint.architecture import ArchitectureConfig
+from gpu.checkpoint.weights import open_checkpoint
 from gpu.machine import available_cores
-from gpu.models.config import ArchitectureConfig
-from gpu.weights import open_checkpoint
 
 LEVELS = "1,2,4,8,16,32,64"
 FEWEST_REQUESTS, MOST_REQUESTS = 4, 128

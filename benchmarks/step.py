@@ -24,9 +24,9 @@ from benchmarks.counting import Machine, Work, count_step
 from benchmarks.driver import Driver
 from benchmarks.overhead import measure_overhead
 from benchmarks.rates import count_bytes, measure_bandwidth, measure_rate
+from gpu.checkpoint.weights import open_checkpoint
 from gpu.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
 from gpu.machine import available_cores
-from gpu.weights import open_checkpoint
 from kernels import cpu_threads
 
 BLOCK_SIZE = 16

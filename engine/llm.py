@@ -21,9 +21,9 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.runtime.core import EngineCore
 from engine.scheduling.request import Request
 from engine.scheduling.step_outputs import StepOutputs
+from gpu.checkpoint.tokenizer_files import load_tokenizer_files
 from gpu.config import CacheConfig, ModelConfig, ParallelConfig
 from gpu.plan import PromptLogprobs, SampledLogprobs, SamplingParams
-from gpu.tokenizer_files import load_tokenizer_files
 
 
 @dataclass

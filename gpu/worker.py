@@ -85,7 +85,7 @@ decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decod
 
 
 class Runner(Protocol):
-    """What `gpu.runner.ModelRunner` and `gpu.null.NullRunner` have in common."""
+    """What `gpu.runner.runner.ModelRunner` and `gpu.null.NullRunner` have in common."""
 
     def load(self, progress: Callable[[float], None]) -> None: ...
     def capacity(self) -> Capacity: ...
@@ -105,9 +105,9 @@ def make_runner(config: WorkerConfig, rank: int, init_method: str) -> Runner:
 
     import torch
 
+    from gpu.checkpoint.weights import DummyCheckpoint, open_checkpoint
     from gpu.distributed import init_group
-    from gpu.runner import ModelRunner
-    from gpu.weights import DummyCheckpoint, open_checkpoint
+    from gpu.runner.runner import ModelRunner
 
     checkpoint = open_checkpoint(config.model.model)
     if config.model.load_format == "dummy":

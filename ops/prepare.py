@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.config import ServeConfig
+from gpu.checkpoint.model_files import find_model, model_name
 from gpu.errors import CheckpointError
-from gpu.model_files import find_model, model_name
 from ops.errors import CommandError, SettingError
 from ops.settings import Resolved
 

@@ -30,10 +30,10 @@ from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.intake import Intake
 from engine.runtime.loop import EngineLoop
 from engine.runtime.publisher import Outflow
+from gpu.checkpoint.model_files import model_name
+from gpu.checkpoint.tokenizer_files import load_tokenizer_files
 from gpu.errors import CheckpointError, UnsupportedConfiguration
 from gpu.executor import WorkerError
-from gpu.model_files import model_name
-from gpu.tokenizer_files import load_tokenizer_files
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from gpu.checkpoint.packed_weights import PrivateWeights, SharedWeights
+    from gpu.checkpoint.weights import Checkpoint
     from gpu.distributed import TensorParallelGroup
-    from gpu.linear import Numerics
     from gpu.models.decoder import CausalLM
-    from gpu.packed import PrivateWeights, SharedWeights
-    from gpu.weights import Checkpoint
+    from gpu.models.linear import Numerics
 
 
 def load_model(
@@ -26,9 +26,9 @@ def load_model(
     """This rank's shard of the model. `progress` hears the fraction loaded, 0 to 1; `weights` keeps
     the packed matrices, by default in private memory; it is closed, or abandoned where loading fails. Raises CheckpointError with
     the reason."""
+    from gpu.checkpoint.packed_weights import PrivateWeights
     from gpu.models.decoder import CausalLM
     from gpu.models.shards import ShardReader
-    from gpu.packed import PrivateWeights
 
     weights = weights or PrivateWeights()
     try:

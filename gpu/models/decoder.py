@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from gpu.attention import AttentionMetadata, PagedAttention
-from gpu.compiled_layers import CompiledLayers
 from gpu.errors import CheckpointError
-from gpu.kv_cache import KVCache
-from gpu.layers import RMSNorm
+from gpu.models.attention import AttentionMetadata, PagedAttention
+from gpu.models.compiled_layers import CompiledLayers
+from gpu.models.kv_cache import KVCache
+from gpu.models.layers import RMSNorm
 from gpu.models.rotary import RotaryEmbedding
 from gpu.models.shards import ShardReader
 from kernels import cpu_threads

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu.checkpoint.packed_weights import PackedMatrix, PrivateWeights, SharedWeights
+from gpu.checkpoint.weights import Checkpoint
 from gpu.distributed import TensorParallelGroup
 from gpu.errors import CheckpointError
-from gpu.layers import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
-from gpu.linear import Linear, Numerics, open_linear, pack
-from gpu.packed import PackedMatrix, PrivateWeights, SharedWeights
-from gpu.weights import Checkpoint
+from gpu.models.layers import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
+from gpu.models.linear import Linear, Numerics, open_linear, pack
 from kernels.blocks import INT8_BLOCK, Blocks, join_rows
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.counting import Load, Machine, Work, count_step, count_weights, serve_at_best
-from gpu.models.config import ArchitectureConfig
+from gpu.checkpoint.architecture import ArchitectureConfig
 
 CONFIG = ArchitectureConfig(
     "llama", vocab_size=100, hidden_size=8, intermediate_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=2,

@@ -10,7 +10,7 @@ from tests.gpu.tiny_models import VARIANTS, save_model
 def test_threads_share_the_memory(tmp_path, monkeypatch, threads, seconds):
     """One thread reads all weights in a second; two together read 1.5 times as fast."""
     monkeypatch.setitem(VARIANTS, "words", ("Llama", {"vocab_size": 10_000}))
-    monkeypatch.setattr("gpu.cores.FIRST_BYTE", 1 << 40)  # cores that no engine of this machine uses
+    monkeypatch.setattr("gpu.runner.core_lock.FIRST_BYTE", 1 << 40)  # cores that no engine of this machine uses
     save_model("words", tmp_path)
     model = step.Model(str(tmp_path), "float32", threads, 1)
     num_bytes = model.count(step.decodes(1)).weight_bytes

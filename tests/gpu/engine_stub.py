@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gpu.checkpoint.weights import open_checkpoint
 from gpu.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
 from gpu.distributed import TensorParallelGroup
 from gpu.plan import ModelRunnerOutput, NewRequest, SamplingParams, SchedulerOutput
-from gpu.runner import ModelRunner
-from gpu.weights import open_checkpoint
+from gpu.runner.runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)
 

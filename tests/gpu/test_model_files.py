@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from gpu.checkpoint.model_files import find_model, model_name
 from gpu.errors import CheckpointError
-from gpu.model_files import find_model, model_name
 
 BLOB = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
 
+from gpu.checkpoint.weights import open_checkpoint
 from gpu.distributed import TensorParallelGroup
 from gpu.errors import CheckpointError, UnsupportedConfiguration
-from gpu.linear import Numerics
-from gpu.runner import ModelRunner
-from gpu.weights import open_checkpoint
+from gpu.models.linear import Numerics
+from gpu.runner.runner import ModelRunner
 from gpu.worker import describe, is_permanent, make_runner
+from tests.gpu.checkpoint.gguf_files import write_gguf
 from tests.gpu.engine_stub import make_config
 from tests.gpu.engine_stub import make_runner as make_stub_runner
-from tests.gpu.gguf_files import write_gguf
 from tests.gpu.tiny_models import save_model
 
 

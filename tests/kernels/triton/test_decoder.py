@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.attention import AttentionMetadata
+from gpu.checkpoint.architecture import ArchitectureConfig
+from gpu.checkpoint.weights import DummyCheckpoint
 from gpu.distributed import TensorParallelGroup
-from gpu.kv_cache import KVCache
-from gpu.linear import Numerics
 from gpu.models import load_model
-from gpu.models.config import ArchitectureConfig
-from gpu.weights import DummyCheckpoint
+from gpu.models.attention import AttentionMetadata
+from gpu.models.kv_cache import KVCache
+from gpu.models.linear import Numerics
 from kernels import device as kernel_device
 
 BLOCK = 16

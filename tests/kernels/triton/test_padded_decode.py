@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from gpu.attention import AttentionMetadata
-from gpu.batch import Step
-from gpu.cuda_graphs import PaddedDecode
+from gpu.checkpoint.architecture import ArchitectureConfig
+from gpu.checkpoint.weights import DummyCheckpoint
 from gpu.distributed import TensorParallelGroup
-from gpu.kv_cache import KVCache
-from gpu.linear import Numerics
 from gpu.models import load_model
-from gpu.models.config import ArchitectureConfig
-from gpu.weights import DummyCheckpoint
+from gpu.models.attention import AttentionMetadata
+from gpu.models.kv_cache import KVCache
+from gpu.models.linear import Numerics
+from gpu.runner.cuda_graphs import PaddedDecode
+from gpu.runner.input_batch import Step
 from kernels import device as kernel_device
 from kernels.triton import attention
 

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from gpu.batch import Batch
 from gpu.plan import NewRequest, SamplingParams, SchedulerOutput
-from gpu.sampler import Sampler
+from gpu.runner.input_batch import Batch
+from gpu.runner.sampler import Sampler
 from kernels import device as kernel_device
 from kernels.triton import gumbel, logprobs, min_p, penalties, top_k_top_p
 

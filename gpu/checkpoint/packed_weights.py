@@ -1,0 +1,292 @@
+"""Matrices in the layout that their kernel reads, and the file in which the processes of a machine share them.
+
+What packing makes depends on the checkpoint, the numeric class, the rank and the instruction set alone. With a folder for it, the
+first process writes it down, and everybody maps the same pages: two engines hold the weights once, and a restarted one does not
+read the checkpoint again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import mmap
+import os
+import re
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kernels.bfloat_matmul import pack_bfloat
+from kernels.block_matmul import pack_blocks
+from kernels.blocks import Blocks
+from kernels.cpu_rows import BLOCK_PANEL, HALF_PANEL
+from kernels.half_matmul import pack_half
+
+if TYPE_CHECKING:
+    from gpu.checkpoint.weights import Checkpoint
+    from gpu.distributed import TensorParallelGroup
+    from gpu.models.linear import Numerics
+
+logger = logging.getLogger(__name__)
+
+LAYOUT_VERSION = 3  # changes with what packing makes
+MOST_MODELS = 4  # kept in a folder; the least recently used go
+_NAME = re.compile(r"[0-9a-f]{32}-\d+-of-\d+\.weights")
+_LENGTH = struct.Struct("<Q")  # of the index, the file's last bytes
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """kind: plain (array `weight`), half or bfloat (`panels`, kernels.half_matmul, kernels.bfloat_matmul) or blocks (`codes`,
+    `scales`, kernels.block_matmul)."""
+
+    kind: str
+    out_features: int
+    in_features: int
+    arrays: dict[str, np.ndarray]
+    dtype: str = ""  # plain: torch's name of the weight's type; bfloat16 is kept as int16
+    block_kind: int = 0  # blocks: index in kernels.block_matmul.KINDS
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def tensor(self) -> torch.Tensor:
+        """The weight of a plain matrix, in the same memory."""
+        return torch.from_numpy(self.arrays["weight"]).view(getattr(torch, self.dtype))
+
+    @classmethod
+    def plain(cls, weight: torch.Tensor) -> PackedMatrix:
+        kept = weight.view(torch.int16) if weight.dtype is torch.bfloat16 else weight
+        name = str(weight.dtype).removeprefix("torch.")
+        return cls("plain", weight.shape[0], weight.shape[1], {"weight": kept.numpy()}, dtype=name)
+
+    @classmethod
+    def half(cls, weight: torch.Tensor) -> PackedMatrix:
+        return cls("half", weight.shape[0], weight.shape[1], {"panels": pack_half(weight.half())})
+
+    @classmethod
+    def bfloat(cls, weight: torch.Tensor) -> PackedMatrix:
+        return cls("bfloat", weight.shape[0], weight.shape[1], {"panels": pack_bfloat(weight.bfloat16())})
+
+    @classmethod
+    def blocks(cls, blocks: Blocks, in_features: int) -> PackedMatrix:
+        packed = pack_blocks(blocks)
+        arrays = {"codes": packed.codes, "scales": packed.scales}
+        return cls("blocks", len(blocks.codes), in_features, arrays, block_kind=packed.kind)
+
+
+class PrivateWeights:
+    """Packed matrices in this process's own memory."""
+
+    def matrix(self, name: str, pack: Callable[[], PackedMatrix]) -> PackedMatrix:
+        """The matrix `name`; `pack` makes it where it is not there yet."""
+        return pack()
+
+    def close(self) -> None:
+        """All matrices have been asked for."""
+
+    def abandon(self) -> None:
+        """Not all matrices will be asked for."""
+
+
+class SharedWeights:
+    """Packed matrices in a file, mapped. Of several processes at once one packs, the rest wait for it.
+
+    A file has its name only when it is whole. What goes wrong with the disk costs a warning and private memory, not the start.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError where there is no file and none can be made."""
+        self._path, self._draft = path, path.with_suffix(".new")
+        self._data: IO[bytes] | None = None
+        self._lock: int | None = None
+        self._index = self._open_whole()
+        self._is_new = False
+        if self._index is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(path.with_suffix(".lock"))
+            try:
+                self._open_locked()
+            except BaseException:
+                self._unlock()
+                raise
+
+    def matrix(self, name: str, pack: Callable[[], PackedMatrix]) -> PackedMatrix:
+        """The matrix `name`, mapped; `pack` makes it where the file does not have it."""
+        assert self._index is not None
+        if self._data is None:
+            return pack()
+        if name not in self._index:
+            packed = pack()
+            if not self._is_new:  # packed by another version of this program
+                return packed
+            try:
+                self._write(name, packed)
+            except OSError as error:
+                self._give_up(error)
+                return packed
+        entry = dict(self._index[name])
+        arrays = {key: self._map(*place) for key, place in entry.pop("arrays").items()}
+        return PackedMatrix(arrays=arrays, **entry)
+
+    def close(self) -> None:
+        """All matrices have been asked for: a new file gets its name."""
+        if self._is_new and self._data is not None:
+            try:
+                self._finish()
+            except OSError as error:
+                self._give_up(error)
+        if self._data is not None:
+            self._data.close()
+        self._unlock()
+
+    def abandon(self) -> None:
+        """Not all matrices will be asked for: a new file is dropped, and who waits for it makes its own. What is mapped stays."""
+        if self._lock is not None:  # else the draft is another process's
+            with suppress(OSError):
+                self._draft.unlink(missing_ok=True)
+        if self._data is not None:
+            with suppress(OSError):  # what it has not written yet
+                self._data.close()
+        self._data = None
+        self._unlock()
+
+    def _open_locked(self) -> None:
+        """Opens what another process made while this one waited, else a draft."""
+        self._index = self._open_whole()
+        if self._index is not None:
+            self._unlock()
+            return
+        self._index, self._is_new = {}, True
+        self._draft.unlink(missing_ok=True)  # of who died in the middle
+        self._data = self._draft.open("w+b")
+
+    def _open_whole(self) -> dict[str, dict[str, Any]] | None:
+        """Opens the file and returns its index; None where there is none that can be read."""
+        try:
+            data = self._path.open("rb")
+        except FileNotFoundError:
+            return None
+        try:
+            index = _read_index(data)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            logger.warning("%s is damaged and made anew: %s", self._path, error)
+            data.close()
+            return None
+        self._data = data
+        with suppress(OSError):  # it may not be ours
+            os.utime(self._path)
+        return index
+
+    def _write(self, name: str, packed: PackedMatrix) -> None:
+        assert self._data is not None and self._index is not None
+        places = {}
+        for key, array in packed.arrays.items():
+            offset = -(-self._data.tell() // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+            self._data.seek(offset)
+            self._data.write(np.ascontiguousarray(array).data)
+            places[key] = (offset, array.dtype.str, array.shape)
+        self._data.flush()
+        fields = {key: value for key, value in vars(packed).items() if key != "arrays"}
+        self._index[name] = {**fields, "arrays": places}
+
+    def _finish(self) -> None:
+        """The index and its length in the end, the name, and fewer old files."""
+        assert self._data is not None
+        index = json.dumps(self._index).encode()
+        self._data.write(index + _LENGTH.pack(len(index)))
+        self._data.flush()
+        os.fsync(self._data.fileno())
+        self._draft.rename(self._path)
+        _forget_old(self._path.parent)
+
+    def _give_up(self, error: OSError) -> None:
+        """What comes is private."""
+        logger.warning("packed weights are not kept in %s: %s", self._path.parent, error)
+        self.abandon()
+
+    def _map(self, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Copy on write, which nobody does: torch and numba ask for memory that may be written."""
+        assert self._data is not None
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if not size:
+            return np.zeros(shape, dtype)
+        mapped = mmap.mmap(self._data.fileno(), size, access=mmap.ACCESS_COPY, offset=offset)
+        return np.frombuffer(mapped, dtype).reshape(shape)
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process forked meanwhile would keep it
+            os.close(self._lock)
+            self._lock = None
+
+
+def _lock(path: Path) -> int:
+    """Waits for the lock that the file is, which the kernel releases when its holder ends, however it ends."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("another process packs these weights; waiting for it")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def _read_index(data: IO[bytes]) -> dict[str, dict[str, Any]]:
+    """Raises ValueError, TypeError, KeyError or AttributeError where it is none."""
+    end = data.seek(0, os.SEEK_END)
+    data.seek(max(0, end - _LENGTH.size))
+    (length,) = _LENGTH.unpack(data.read().rjust(_LENGTH.size, b"\0"))
+    begin = end - _LENGTH.size - length
+    if begin < 0:
+        raise ValueError("it has no index")
+    data.seek(begin)
+    index: dict[str, dict[str, Any]] = json.loads(data.read(length))
+    for entry in index.values():
+        for offset, dtype, shape in entry["arrays"].values():
+            if offset + int(np.prod(shape)) * np.dtype(dtype).itemsize > begin:
+                raise ValueError("its index names more than it holds")
+    return index
+
+
+def _forget_old(folder: Path) -> None:
+    """Keeps the models used last; who has a file mapped keeps it though its name is gone. Touches no file that is not named so."""
+    used: dict[str, float] = {}
+    files = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    for path in files:
+        with suppress(FileNotFoundError):  # somebody else forgets too
+            used[path.name[:32]] = max(used.get(path.name[:32], 0.0), path.stat().st_mtime)
+    kept = sorted(used, key=lambda model: used[model], reverse=True)[:MOST_MODELS]
+    for path in files:
+        if path.name[:32] not in kept:
+            with suppress(OSError):
+                path.unlink()
+                path.with_suffix(".lock").unlink()
+
+
+def packed_name(checkpoint: Checkpoint, numerics: Numerics, group: TensorParallelGroup) -> str:
+    """A file's name for all that packed weights depend on, the model's part before the rank's."""
+    parts = [checkpoint.content_hash(), checkpoint.stamp(), str(numerics)]
+    parts.append(f"panels {HALF_PANEL} {BLOCK_PANEL}, layout {LAYOUT_VERSION}")
+    model = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    return f"{model}-{group.rank}-of-{group.size}.weights"
+
+
+def open_weights(folder: str, name: str) -> PrivateWeights | SharedWeights:
+    """Shared as the file `name` in `folder`, or private where no folder is named or it cannot be written."""
+    if not folder:
+        return PrivateWeights()
+    try:
+        return SharedWeights(Path(folder).expanduser() / name)
+    except OSError as error:
+        logger.warning("packed weights are not shared: %s", error)
+        return PrivateWeights()

@@ -1,0 +1,159 @@
+"""Matrix products of a model, by numeric class: what weights and activations are rounded to.
+
+A class fixes values; which kernel computes them is free as long as only the order of summation differs. The CPU's own kernels, for
+16-bit weights and for blocks of small integers, make a row's result depend on that row alone: the same bits in every batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from gpu.checkpoint.packed_weights import PackedMatrix
+from gpu.errors import UnsupportedConfiguration
+from kernels import cpu_pairs
+from kernels.bfloat_matmul import bfloat_matmul, bfloat_rows
+from kernels.block_matmul import PackedBlocks, block_matmul, block_rows
+from kernels.blocks import quantize
+from kernels.half_matmul import half_matmul, half_rows
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """A numeric class. Matrices are `weights`, unless quantized; what flows between layers is `activations`."""
+
+    weights: torch.dtype
+    activations: torch.dtype
+    quantization: str = "none"
+
+    @classmethod
+    def choose(cls, dtype: str, quantization: str, device: torch.device, has_blocks: bool = False) -> Numerics:
+        """For the options --dtype and --quantization. `has_blocks`: the checkpoint has quantized blocks, whole on every rank.
+
+        Raises UnsupportedConfiguration for what `device` does not compute.
+        """
+        on_cpu = device.type == "cpu"
+        if quantization == "auto":
+            quantization = "gguf" if on_cpu and has_blocks and dtype == "auto" else "none"
+        if quantization != "none" and not on_cpu:
+            raise UnsupportedConfiguration(f"--quantization {quantization} is for the CPU; this engine runs on {device.type}")
+        if dtype == "auto":
+            fast = not on_cpu or (quantization == "none" and cpu_pairs.is_fast())
+            dtype = "bfloat16" if fast else "float16"
+        weights = DTYPES[dtype]
+        return cls(weights, torch.float32 if on_cpu else weights, quantization)  # CPUs convert as they load, and sum in float32
+
+    @property
+    def packed(self) -> bool:
+        """Matrices are kept in a kernel's own layout."""
+        return self.quantization != "none" or self.weights is not self.activations
+
+    def __str__(self) -> str:
+        name = str(self.weights).removeprefix("torch.")
+        return name if self.quantization == "none" else f"{self.quantization}-{name}"
+
+
+class Linear(Protocol):
+    num_bytes: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in_features] -> [rows, out_features], in the class's activations."""
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows `indices` [n] int64 of the weight: [n, in_features], in the class's activations."""
+
+
+def pack(weight: torch.Tensor, numerics: Numerics) -> PackedMatrix:
+    """weight [out_features, in_features] of any float type as the class keeps it."""
+    if numerics.quantization == "int8":
+        return PackedMatrix.blocks(quantize(weight.float().numpy()), weight.shape[1])
+    if numerics.packed and numerics.weights is torch.float16:
+        return PackedMatrix.half(weight)
+    if numerics.packed and numerics.weights is torch.bfloat16:
+        return PackedMatrix.bfloat(weight)
+    return PackedMatrix.plain(weight.to(numerics.weights))
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, numerics: Numerics) -> Linear:
+    """The product with weight [out_features, in_features], plus bias [out_features], on weight's device."""
+    return open_linear(pack(weight.cpu(), numerics), bias, numerics, weight.device)
+
+
+def open_linear(packed: PackedMatrix, bias: torch.Tensor | None, numerics: Numerics, device: torch.device) -> Linear:
+    """The product with a packed matrix, plus bias [out_features]."""
+    if packed.kind == "plain":
+        return PlainLinear(packed.tensor().to(device), bias, numerics.activations)
+    if packed.kind == "blocks":
+        return BlockLinear(packed, bias)
+    return PanelLinear(packed, bias)
+
+
+class PlainLinear:
+    """Weights and activations of one type, by torch's own product."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, activations: torch.dtype | None = None) -> None:
+        self.activations = activations or weight.dtype
+        self.weight = weight
+        self.bias = bias
+        self.num_bytes = weight.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        return F.embedding(indices, self.weight).to(self.activations)
+
+
+class PanelLinear:
+    """16-bit weights, float32 in, out and between: half the bytes of float32, faster than it at every batch size.
+
+    With bfloat16 the product rounds its rows too, and takes half the time of float16 where processors multiply it.
+    """
+
+    _KERNELS: ClassVar = {"half": (half_matmul, half_rows), "bfloat": (bfloat_matmul, bfloat_rows)}  # by the packed matrix's kind
+
+    def __init__(self, packed: PackedMatrix, bias: torch.Tensor | None) -> None:
+        self._multiply, self._take_rows = self._KERNELS[packed.kind]
+        self._panels = packed.arrays["panels"]
+        self._in_features, self._out_features = packed.in_features, packed.out_features
+        self._bias = bias
+        self.is_compilable = bias is None
+        self.operands = (self._panels, self._panels, 0)
+        self.num_bytes = packed.num_bytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _add(self._multiply(x, self._panels, self._out_features), self._bias)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        return self._take_rows(self._panels, indices)[:, : self._in_features].contiguous()
+
+
+class BlockLinear:
+    """Weights of 4 or 8 bits in blocks, activations of 8 bits in the same blocks, each with its scale; float32 in and out."""
+
+    def __init__(self, packed: PackedMatrix, bias: torch.Tensor | None) -> None:
+        self._blocks = PackedBlocks(packed.arrays["codes"], packed.arrays["scales"], packed.block_kind)
+        self._in_features, self._out_features = packed.in_features, packed.out_features
+        self._bias = bias
+        self.is_compilable = bias is None and self._in_features == self._blocks.in_features
+        self.operands = (self._blocks.codes, self._blocks.scales, self._blocks.kind)
+        self.num_bytes = packed.num_bytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _add(block_matmul(x, self._blocks, self._out_features), self._bias)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        return block_rows(self._blocks, indices)[:, : self._in_features].contiguous()
+
+
+# `operands`: as kernels.cpu_layer.project takes them, where the layer `is_compilable`.
+PackedLinear = PanelLinear | BlockLinear
+
+
+def _add(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return product if bias is None else product.add_(bias)

@@ -1,0 +1,35 @@
+"""The cache's memory is what is announced, aligned, and zero at the start."""
+
+import pytest
+import torch
+
+from gpu.models.kv_cache import KVCache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_layout_and_alignment(dtype):
+    cache = KVCache(3, 7, 16, 2, 24, dtype, torch.device("cpu"))
+    tensors = [tensor for layer in cache.layers for tensor in layer]
+    assert sum(tensor.nbytes for tensor in tensors) == 7 * KVCache.block_bytes(3, 16, 2, 24, dtype)
+    assert len({tensor.data_ptr() for tensor in tensors}) == 6
+    for key, value in cache.layers:
+        assert key.shape == (7, 2, 24, 16) and value.shape == (7, 2, 16, 24)
+        for tensor in (key, value):
+            assert tensor.dtype == dtype and tensor.data_ptr() % 64 == 0 and tensor.is_contiguous() and not tensor.any()
+            tensor[-1] = 1.0  # writable to its end
+
+
+def test_keys_of_a_gpu_have_the_same_shape_and_contiguous_dimensions():
+    cache = KVCache(2, 7, 16, 2, 24, torch.bfloat16, torch.device("meta"))
+    for key, value in cache.layers:
+        assert key.shape == (7, 2, 24, 16) and key.stride(2) == 1 and key.transpose(2, 3).is_contiguous()
+        assert value.shape == (7, 2, 16, 24) and value.is_contiguous()
+
+
+def test_memory_is_not_touched_before_it_is_written():
+    import psutil
+
+    before = psutil.Process().memory_info().rss
+    cache = KVCache(4, 1024, 16, 8, 64, torch.float32, torch.device("cpu"))  # 256 MiB
+    assert psutil.Process().memory_info().rss - before < 128 << 20  # half of it: other threads of the process take some
+    assert len(cache.layers) == 4

@@ -1,0 +1,121 @@
+"""Cores lent between engines: who is alone has all, who is not has one, and the dead hold none."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import shutil
+
+import pytest
+
+from gpu.runner.core_lock import Cores
+
+
+@pytest.fixture(autouse=True)
+def no_cores_of_this_machine(monkeypatch):
+    """Bytes that no engine, and no other run of these tests, locks."""
+    monkeypatch.setattr("gpu.runner.core_lock.FIRST_BYTE", os.getpid() << 32)
+
+
+@pytest.fixture
+def make_cores():
+    made = []
+
+    def make(count=2, **more):
+        made.append(Cores(count, **more))
+        return made[-1]
+
+    yield make
+    for cores in made:
+        cores.close()
+
+
+def test_who_is_alone_has_all(make_cores):
+    mine, theirs = make_cores(), make_cores()
+    for _ in range(3):
+        with mine.claim(2) as threads:
+            assert threads == 2
+        with theirs.claim(2) as threads:
+            assert threads == 2
+
+
+def test_beside_a_busy_engine_there_is_one_core(make_cores):
+    mine, theirs = make_cores(), make_cores()
+    with theirs.claim(1) as decode, mine.claim(2) as prompt:
+        assert (decode, prompt) == (1, 1)
+    with mine.claim(2) as prompt:
+        assert prompt == 2
+
+
+def test_a_step_that_finds_none_still_runs(make_cores):
+    mine, theirs = make_cores(), make_cores()
+    with mine.claim(2), theirs.claim(2) as threads:
+        assert threads == 1
+
+
+def test_no_more_than_wanted_is_held(make_cores):
+    mine, theirs = make_cores(8), make_cores(8)
+    with mine.claim(3) as three, theirs.claim(8) as five:
+        assert (three, five) == (3, 5)
+
+
+def test_an_error_in_the_step_gives_them_back(make_cores):
+    mine, theirs = make_cores(), make_cores()
+    with pytest.raises(RuntimeError), mine.claim(2):
+        raise RuntimeError("the step failed")
+    with theirs.claim(2) as threads:
+        assert threads == 2
+
+
+def test_a_killed_engine_holds_none(make_cores):
+    def die_in_a_step():
+        with Cores(2).claim(2) as threads:
+            os._exit(threads)
+
+    process = multiprocessing.get_context("fork").Process(target=die_in_a_step)
+    process.start()
+    process.join()
+    assert process.exitcode == 2
+    with make_cores().claim(2) as threads:
+        assert threads == 2
+
+
+def test_engines_before_and_after_a_tidy_of_temporary_files_see_each_other(make_cores, tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = make_cores()
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path)
+    after = make_cores()
+    with before.claim(1), after.claim(2) as threads:
+        assert threads == 1
+
+
+def test_a_file_that_the_process_opens_and_closes_takes_no_claim_with_it(make_cores):
+    mine, theirs = make_cores(), make_cores()
+    with mine.claim(2):
+        with open(os.devnull, "w"):
+            pass
+        with theirs.claim(2) as threads:
+            assert threads == 1
+
+
+def test_where_locks_are_forbidden_every_step_has_what_it_wants(make_cores, monkeypatch, caplog):
+    """As a security module may forbid them, which lets everybody ask who holds one."""
+    fcntl_as_it_is = fcntl.fcntl
+
+    def forbid(file, command, argument):
+        if command == fcntl.F_OFD_SETLK:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return fcntl_as_it_is(file, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", forbid)
+    with make_cores().claim(2) as threads:
+        assert threads == 2
+    assert "busy" in caplog.text
+
+
+def test_without_the_file_every_step_has_what_it_wants(tmp_path, make_cores, caplog):
+    with make_cores(file=tmp_path / "nothing").claim(2) as threads:
+        assert threads == 2
+    assert "busy" in caplog.text

@@ -1,0 +1,129 @@
+"""What the largest step is found to need: what it held for a moment, neither the weights that it mapped nor what loading held."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from gpu import machine
+from gpu.config import WorkerConfig
+from gpu.distributed import TensorParallelGroup
+from gpu.runner.input_batch import Batch
+from gpu.runner.profile import Profiler
+from gpu.runner.runner import ModelRunner
+from tests.gpu.engine_stub import make_config, make_runner
+from tests.gpu.tiny_models import save_model
+
+MIB = 1 << 20
+AVAILABLE = 2048 * MIB
+CLOSE = 12 * MIB  # what else comes and goes in this process
+
+
+@pytest.fixture(autouse=True)
+def roomy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path / "none")
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=AVAILABLE))
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Iterator[mmap.mmap]:
+    """64 MiB of a file, mapped, not read yet."""
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(64 * MIB))
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+        yield mapped
+
+
+class StandIn(Profiler):
+    """Of a runner that has nothing but its largest step."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        runner = SimpleNamespace(config=WorkerConfig(), device=torch.device("cpu"), group=TensorParallelGroup())
+        super().__init__(cast(ModelRunner, runner))
+        self.step = step
+
+    def _largest_step(self) -> None:
+        self.step()
+
+
+def hold_for_a_moment(num_bytes: int) -> None:
+    with mmap.mmap(-1, num_bytes) as memory:
+        for page in range(0, num_bytes, mmap.PAGESIZE):
+            memory[page] = 1
+
+
+def needed(step: Callable[[], None]) -> float:
+    """Bytes that the profiler takes off the memory available for `step`, beside the mapped pages that this process had before."""
+    before = psutil.Process().memory_info().shared
+    left = StandIn(step).available_kv_bytes() / WorkerConfig().cache.gpu_memory_utilization
+    return AVAILABLE - before - left
+
+
+@pytest.mark.parametrize("mapped_first", [True, False])
+def test_weights_that_the_step_maps_are_taken_off_once(weights: mmap.mmap, mapped_first: bool) -> None:
+    def map_weights() -> None:
+        assert sum(weights[page] for page in range(0, len(weights), mmap.PAGESIZE)) == 0
+
+    def step() -> None:
+        for part in (map_weights, hold) if mapped_first else (hold, map_weights):
+            part()
+
+    def hold() -> None:
+        hold_for_a_moment(32 * MIB)
+
+    assert needed(step) == pytest.approx((64 + 32) * MIB, abs=CLOSE)
+
+
+def test_a_step_of_every_replica_has_its_memory() -> None:
+    def hold() -> None:
+        hold_for_a_moment(64 * MIB)
+
+    alone, several = StandIn(hold), StandIn(hold)
+    several.config.parallel.data_parallel_size = 4
+    utilization = several.config.cache.gpu_memory_utilization
+    less = alone.available_kv_bytes() - 4 * several.available_kv_bytes()
+    assert less == pytest.approx(utilization * 3 * 64 * MIB, abs=4 * CLOSE)
+
+
+def test_what_loading_held_hides_nothing_and_is_not_counted() -> None:
+    hold_for_a_moment(96 * MIB)
+    assert needed(lambda: hold_for_a_moment(32 * MIB)) == pytest.approx(32 * MIB, abs=CLOSE)
+
+
+def test_a_kernel_that_keeps_the_peak_leaves_too_little_rather_than_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "status").symlink_to("/proc/self/status")
+    (tmp_path / "proc" / "clear_refs").mkdir()  # which cannot be written
+    monkeypatch.setattr(machine, "PROCESS", tmp_path / "proc")
+    hold_for_a_moment(96 * MIB)
+    assert needed(lambda: hold_for_a_moment(32 * MIB)) > (96 * MIB) - CLOSE
+
+
+def test_a_kernel_that_does_not_tell_the_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t1000 kB\nThreads:\t1\n")
+    monkeypatch.setattr(machine, "PROCESS", tmp_path)
+    monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=1300))
+    assert machine.passing_memory(lambda: None) == 300 * 1024
+
+
+def test_the_largest_step_samples_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model("llama", tmp_path)
+    runner = make_runner(make_config(tmp_path, max_num_seqs=7, budget=48))
+    sampled = []
+
+    def sample(logits: torch.Tensor, rows: np.ndarray, batch: Batch) -> None:
+        sampled.append((len(logits), rows.tolist(), np.count_nonzero(batch.sampling.penalized)))
+
+    monkeypatch.setattr(runner, "sampler", sample)
+    Profiler(runner)._largest_step()
+    assert sampled == [(7, list(range(7)), 6)]
