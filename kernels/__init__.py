@@ -25,7 +25,7 @@ _UNUSED_SECONDS = 30 * 86400.0
 
 def _cache_directory() -> Path:
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(path for folder in (".", "cpu") for path in (Path(__file__).parent / folder).glob("*.py")):
         digest.update(path.read_bytes())
     name = f"kernels-{digest.hexdigest()[:16]}"
     try:

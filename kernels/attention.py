@@ -3,7 +3,7 @@ sliding window and soft cap.
 
 Online softmax over blocks in ascending order (Milakov and Gimelshein 2018, arXiv 1805.02867; tiled as in FlashAttention-2, arXiv
 2307.08691). A token's result depends on its own query and its own KV alone, in a fixed order of summation: the same bits in every
-batch and every chunking. Blocks are read where they lie. A bfloat16 cache is multiplied pair by pair (`cpu_pairs`), for which
+batch and every chunking. Blocks are read where they lie. A bfloat16 cache is multiplied pair by pair (`cpu.pairs`), for which
 queries and weights are rounded to bfloat16 too; sums are float32.
 """
 
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from kernels import device
-from kernels.cpu_attention import TILE_FLOATS, can_pair, make_attend
-from kernels.cpu_math import elements
-from kernels.cpu_threads import for_ranges
+from kernels.cpu.attention import TILE_FLOATS, can_pair, make_attend
+from kernels.cpu.math import elements
+from kernels.cpu.threads import for_ranges
 
 
 def paged_attention(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kernels import device
-from kernels.cpu_math import log_float32
+from kernels.cpu.math import log_float32
 
 CHUNK = 64  # tokens whose noise is made at once, in vector registers
 QUADS = CHUNK // 4  # calls of the generator that they take

@@ -6,7 +6,7 @@ import numba
 import torch
 
 from kernels import device
-from kernels.cpu_math import elements, narrow
+from kernels.cpu.math import elements, narrow
 
 
 def kv_write(
@@ -28,7 +28,7 @@ def kv_write(
 
 @numba.njit(cache=True, nogil=True)
 def write(key, first_key, value, first_value, key_cache, value_cache, slots):
-    """`kv_write` of `cpu_math.elements`: of adjacent heads of key from first_key on, and of value, which may be the same array.
+    """`kv_write` of `cpu.math.elements`: of adjacent heads of key from first_key on, and of value, which may be the same array.
     Both may be float32 whatever the caches hold, and are narrowed then."""
     num_kv_heads, head_dim, block_size = key_cache.shape[1:]
     for token in range(len(slots)):

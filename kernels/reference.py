@@ -124,7 +124,7 @@ def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
 
 
 def log_float32(x: torch.Tensor) -> torch.Tensor:
-    """As `cpu_math.log_float32`, operation by operation: the same bits."""
+    """As `cpu.math.log_float32`, operation by operation: the same bits."""
     bits = x.view(torch.int32)
     exponent = ((bits >> 23) - 126).float()
     mantissa = ((bits & 0x007FFFFF) | 0x3F000000).view(torch.float32)

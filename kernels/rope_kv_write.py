@@ -6,7 +6,7 @@ import numba
 import torch
 
 from kernels import device, reference
-from kernels.cpu_math import elements
+from kernels.cpu.math import elements
 from kernels.kv_write import write
 from kernels.rope import rotate
 
@@ -43,7 +43,7 @@ def rope_kv_write(
 
 @numba.njit(cache=True, nogil=True)
 def rotate_and_write(heads, num_kv_heads, positions, cos_sin, key_cache, value_cache, slots):
-    """`rope_kv_write` of float32 heads; caches by `cpu_math.elements`."""
+    """`rope_kv_write` of float32 heads; caches by `cpu.math.elements`."""
     first_value = heads.shape[1] - num_kv_heads
     rotate(heads, first_value, positions, cos_sin)
     write(heads, first_value - num_kv_heads, heads, first_value, key_cache, value_cache, slots)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from kernels import device, reference
-from kernels.cpu_math import exp_float32
+from kernels.cpu.math import exp_float32
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

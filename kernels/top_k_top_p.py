@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from kernels import device
-from kernels.cpu_math import exp_float32
+from kernels.cpu.math import exp_float32
 
 _MINUS_INFINITY = np.float32(-np.inf)
 

@@ -13,7 +13,7 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
-from kernels.blocks import Blocks
+from kernels.cpu.quantized_blocks import Blocks
 
 # A "K" file mixes several: rows that do not divide into blocks of 256 fall back to the types with blocks of 32.
 SUPPORTED_TYPES = {

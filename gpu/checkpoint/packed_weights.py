@@ -24,11 +24,11 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kernels.bfloat_matmul import pack_bfloat
-from kernels.block_matmul import pack_blocks
-from kernels.blocks import Blocks
-from kernels.cpu_rows import BLOCK_PANEL, HALF_PANEL
-from kernels.half_matmul import pack_half
+from kernels.cpu.bfloat_matmul import pack_bfloat
+from kernels.cpu.block_matmul import pack_blocks
+from kernels.cpu.half_matmul import pack_half
+from kernels.cpu.quantized_blocks import Blocks
+from kernels.cpu.tiles import BLOCK_PANEL, HALF_PANEL
 
 if TYPE_CHECKING:
     from gpu.checkpoint.weights import Checkpoint

@@ -25,7 +25,7 @@ from gpu.checkpoint.gguf_architecture import gguf_name, hf_config, permuted_head
 from gpu.checkpoint.gguf_blocks import SUPPORTED_TYPES, dequantize, elements_of_scale, in_blocks, split_blocks
 from gpu.checkpoint.model_files import find_model, read_json
 from gpu.errors import CheckpointError
-from kernels.blocks import Blocks
+from kernels.cpu.quantized_blocks import Blocks
 
 _CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB of float32, which stays in the cache
 ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")  # matrices whose columns are divided among ranks

@@ -12,7 +12,7 @@ from gpu.models.attention import AttentionMetadata
 from gpu.models.kv_cache import KVCache
 from gpu.models.linear import Linear, PackedLinear
 from kernels.attention import StepAttention
-from kernels.cpu_layer import after_attention, before_attention
+from kernels.cpu.layer import after_attention, before_attention
 
 if TYPE_CHECKING:
     from gpu.models.decoder import DecoderLayer
@@ -53,7 +53,7 @@ class CompiledLayers:
 
 
 class _Operands:
-    """What the compiled calls take of a layer: a norm's weight and epsilon, then matrices; `kernels.cpu_layer` has the order."""
+    """What the compiled calls take of a layer: a norm's weight and epsilon, then matrices; `kernels.cpu.layer` has the order."""
 
     def __init__(self, layer: DecoderLayer) -> None:
         attention, mlp = layer.attention, layer.mlp
@@ -78,6 +78,6 @@ def _is_plain(layer: DecoderLayer) -> bool:
 
 
 def _operands(linear: Linear) -> tuple[np.ndarray, np.ndarray, int]:
-    """What `kernels.cpu_layer.project` takes."""
+    """What `kernels.cpu.layer.project` takes."""
     assert isinstance(linear, PackedLinear)
     return linear.operands

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import torch
 
-from kernels.cpu_math import elements
+from kernels.cpu.math import elements
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector of a CPU
 

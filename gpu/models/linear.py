@@ -14,11 +14,11 @@ import torch.nn.functional as F
 
 from gpu.checkpoint.packed_weights import PackedMatrix
 from gpu.errors import UnsupportedConfiguration
-from kernels import cpu_pairs
-from kernels.bfloat_matmul import bfloat_matmul, bfloat_rows
-from kernels.block_matmul import PackedBlocks, block_matmul, block_rows
-from kernels.blocks import quantize
-from kernels.half_matmul import half_matmul, half_rows
+from kernels.cpu import pairs
+from kernels.cpu.bfloat_matmul import bfloat_matmul, bfloat_rows
+from kernels.cpu.block_matmul import PackedBlocks, block_matmul, block_rows
+from kernels.cpu.half_matmul import half_matmul, half_rows
+from kernels.cpu.quantized_blocks import quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,7 +43,7 @@ class Numerics:
         if quantization != "none" and not on_cpu:
             raise UnsupportedConfiguration(f"--quantization {quantization} is for the CPU; this engine runs on {device.type}")
         if dtype == "auto":
-            fast = not on_cpu or (quantization == "none" and cpu_pairs.is_fast())
+            fast = not on_cpu or (quantization == "none" and pairs.is_fast())
             dtype = "bfloat16" if fast else "float16"
         weights = DTYPES[dtype]
         return cls(weights, torch.float32 if on_cpu else weights, quantization)  # CPUs convert as they load, and sum in float32
@@ -151,7 +151,7 @@ class BlockLinear:
         return block_rows(self._blocks, indices)[:, : self._in_features].contiguous()
 
 
-# `operands`: as kernels.cpu_layer.project takes them, where the layer `is_compilable`.
+# `operands`: as kernels.cpu.layer.project takes them, where the layer `is_compilable`.
 PackedLinear = PanelLinear | BlockLinear
 
 

@@ -14,7 +14,7 @@ from gpu.distributed import TensorParallelGroup
 from gpu.errors import CheckpointError
 from gpu.models.layers import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
 from gpu.models.linear import Linear, Numerics, open_linear, pack
-from kernels.blocks import INT8_BLOCK, Blocks, join_rows
+from kernels.cpu.quantized_blocks import INT8_BLOCK, Blocks, join_rows
 
 logger = logging.getLogger(__name__)
 

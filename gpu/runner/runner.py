@@ -27,7 +27,7 @@ from gpu.runner.input_batch import OVERRUN, Batch, Step
 from gpu.runner.profile import Profiler
 from gpu.runner.sampler import Sampler, top_logprobs
 from gpu.runner.step_parts import Part, Team, most_parts, split
-from kernels import cpu_threads
+from kernels.cpu import threads
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class ModelRunner:
         self.team = Team(num_threads if in_parts else 1)
         self.cores = Cores(num_threads)
         torch.set_num_threads(1 if in_parts else num_threads)
-        cpu_threads.set_num_threads(1 if in_parts else num_threads)
+        threads.set_num_threads(1 if in_parts else num_threads)
         self.fingerprint = self._fingerprint()
         weights = open_weights(self._weights_folder(), packed_name(self.checkpoint, self.numerics, self.group))
         self.model = load_model(self.checkpoint, self.numerics, self.device, self.group, progress, weights)

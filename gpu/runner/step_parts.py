@@ -17,7 +17,7 @@ import torch
 
 from gpu.models.attention import AttentionMetadata, Pace
 from gpu.runner.input_batch import Step
-from kernels import cpu_threads
+from kernels.cpu import threads
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ class Team:
     def map(self, work: Callable[[Part], T], parts: list[Part]) -> list[T]:
         """work(part) for each part, the last of them here. When one raises, the others are let go, and it is raised."""
         if self.size > 2:
-            for set_num_threads in (torch.set_num_threads, cpu_threads.set_num_threads):
+            for set_num_threads in (torch.set_num_threads, threads.set_num_threads):
                 set_num_threads(self.size if len(parts) == 1 else 1)
         others = [self._others.submit(_guarded, work, part) for part in parts[:-1]] if self._others is not None else []
         try:

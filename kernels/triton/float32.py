@@ -1,4 +1,4 @@
-"""float32 exp and log for kernels whose results must have the CPU's bits: `kernels.cpu_math`, operation by operation.
+"""float32 exp and log for kernels whose results must have the CPU's bits: `kernels.cpu.math`, operation by operation.
 
 Only correctly rounded operations; the launches set `enable_fp_fusion=False`, so that none of them are contracted.
 """

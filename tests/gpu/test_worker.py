@@ -73,7 +73,7 @@ def chosen_class(model: Path, num_ranks: int = 1, **options: str) -> str:
 def test_a_quantized_file_is_computed_as_it_is_unless_told_otherwise(
     folder: Path, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kernels.cpu_pairs.is_fast", lambda: True)
+    monkeypatch.setattr("kernels.cpu.pairs.is_fast", lambda: True)
     assert chosen_class(smollm2_gguf) == "gguf-float16"
     assert chosen_class(smollm2_gguf, dtype="float32") == "float32"
     assert chosen_class(smollm2_gguf, quantization="none") == chosen_class(folder) == "bfloat16"

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import cpu_threads, reference
+from kernels import reference
 from kernels.attention import paged_attention
+from kernels.cpu import threads
 
 BLOCK = 16
 
@@ -118,8 +119,8 @@ def test_a_token_is_the_same_bits_in_every_batch_and_chunking(dtype):
 def test_threads_change_nothing():
     case = make_case([50, 120, 3, 64], [1, 100, 3, 1], 9, 3, 64)
     one = paged_attention(*case, 0.125, 0)
-    cpu_threads.set_num_threads(3)
+    threads.set_num_threads(3)
     try:
         assert torch.equal(paged_attention(*case, 0.125, 0), one)
     finally:
-        cpu_threads.set_num_threads(1)
+        threads.set_num_threads(1)

@@ -15,7 +15,7 @@ from gpu.checkpoint.weights import open_checkpoint
 from gpu.distributed import TensorParallelGroup
 from gpu.models import load_model
 from gpu.models.linear import Numerics
-from kernels.blocks import quantize
+from kernels.cpu.quantized_blocks import quantize
 
 CPU = torch.device("cpu")
 

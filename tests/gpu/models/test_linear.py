@@ -6,8 +6,8 @@ import torch
 
 from gpu.models.linear import Numerics, PlainLinear, make_linear
 from gpu.models.shards import fill_up
-from kernels import cpu_pairs
-from kernels.blocks import quantize
+from kernels.cpu import pairs
+from kernels.cpu.quantized_blocks import quantize
 
 CPU = torch.device("cpu")
 FLOAT16 = Numerics.choose("float16", "none", CPU)
@@ -88,7 +88,7 @@ def test_int8_rows_of_zeros_nan_and_extremes():
 
 
 def test_choice_by_options(monkeypatch):
-    monkeypatch.setattr(cpu_pairs, "is_fast", lambda: False)
+    monkeypatch.setattr(pairs, "is_fast", lambda: False)
 
     def choose(dtype, quantization="none", device=CPU, has_blocks=False):
         return Numerics.choose(dtype, quantization, device, has_blocks)
@@ -103,7 +103,7 @@ def test_choice_by_options(monkeypatch):
         choose("auto", "int8", torch.device("cuda"))
     names = {str(choose(*options)) for options in [("auto",), ("float32",), ("bfloat16",), ("auto", "int8"), ("float32", "int8")]}
     assert len(names) == 5
-    monkeypatch.setattr(cpu_pairs, "is_fast", lambda: True)
+    monkeypatch.setattr(pairs, "is_fast", lambda: True)
     assert choose("auto") == choose("bfloat16")
     assert choose("auto", "int8") == Numerics(torch.float16, torch.float32, "int8")
     for has_blocks in (False, True):  # what is asked for is never changed

@@ -2,17 +2,17 @@
 
 import pytest
 
-from kernels import cpu_threads
+from kernels.cpu import threads
 
 
 @pytest.mark.parametrize(("threads", "items"), [(1, 5), (3, 1), (3, 6), (4, 101)])
 def test_every_item_once(threads, items):
     seen = []
-    cpu_threads.set_num_threads(threads)
+    threads.set_num_threads(threads)
     try:
-        cpu_threads.for_ranges(lambda begin, end: seen.extend(range(begin, end)), items)
+        threads.for_ranges(lambda begin, end: seen.extend(range(begin, end)), items)
     finally:
-        cpu_threads.set_num_threads(1)
+        threads.set_num_threads(1)
     assert sorted(seen) == list(range(items))
 
 
@@ -21,9 +21,9 @@ def test_an_error_in_a_thread_reaches_the_caller():
         if begin > 0:
             raise ValueError(f"item {begin}")
 
-    cpu_threads.set_num_threads(2)
+    threads.set_num_threads(2)
     try:
         with pytest.raises(ValueError, match="item"):
-            cpu_threads.for_ranges(work, 8)
+            threads.for_ranges(work, 8)
     finally:
-        cpu_threads.set_num_threads(1)
+        threads.set_num_threads(1)

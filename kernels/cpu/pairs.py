@@ -10,8 +10,8 @@ import numba
 import numpy as np
 from llvmlite import ir
 
-from kernels.cpu_ir import BFLOAT, INT16, INT32, LANES, at, call, features, load_as, multiply_add
-from kernels.cpu_math import narrow
+from kernels.cpu.ir import BFLOAT, INT16, INT32, LANES, at, call, features, load_as, multiply_add
+from kernels.cpu.math import narrow
 
 PAIR = 2
 _KIND = np.uint16(0)  # tells `narrow` to make bfloat16

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_ir import (
+from kernels.cpu.ir import (
     FLOAT,
     INT32,
     LANES,
@@ -30,8 +30,8 @@ from kernels.cpu_ir import (
     store,
     switch,
 )
-from kernels.cpu_pairs import add_products
-from kernels.cpu_rows import HALF_PANEL, HALF_ROWS, copy_tile, tile_rows
+from kernels.cpu.pairs import add_products
+from kernels.cpu.tiles import HALF_PANEL, HALF_ROWS, copy_tile, tile_rows
 
 PANEL = HALF_PANEL
 _COLUMNS = range(0, PANEL, LANES)

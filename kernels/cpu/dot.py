@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from kernels.cpu_ir import INT8, INT16, INT32, LANES, call, features, take
+from kernels.cpu.ir import INT8, INT16, INT32, LANES, call, features, take
 
 WORDS = ir.VectorType(INT32, LANES)
 BYTES = ir.VectorType(INT8, 4 * LANES)

@@ -21,9 +21,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from kernels.blocks import INT8_BLOCK, Blocks
-from kernels.cpu_dot import BYTES, WORDS, dot_bytes
-from kernels.cpu_ir import (
+from kernels.cpu.dot import BYTES, WORDS, dot_bytes
+from kernels.cpu.ir import (
     FLOAT,
     INT32,
     LANES,
@@ -40,9 +39,10 @@ from kernels.cpu_ir import (
     store,
     switch,
 )
-from kernels.cpu_math import widen
-from kernels.cpu_rows import BLOCK_PANEL, BLOCK_ROWS, copy_tile, num_panels, tile_rows
-from kernels.cpu_threads import for_ranges
+from kernels.cpu.math import widen
+from kernels.cpu.quantized_blocks import INT8_BLOCK, Blocks
+from kernels.cpu.threads import for_ranges
+from kernels.cpu.tiles import BLOCK_PANEL, BLOCK_ROWS, copy_tile, num_panels, tile_rows
 
 PANEL = BLOCK_PANEL
 GROUP = 4  # input columns that one instruction multiplies and sums

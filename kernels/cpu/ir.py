@@ -61,7 +61,7 @@ def load_as(builder, pointer, kind, align):
 
 
 def load_wide(builder, data, place, lanes, dtype):
-    """Elements place..place+lanes-1 as float32, stored as `cpu_math.widen` knows them."""
+    """Elements place..place+lanes-1 as float32, stored as `cpu.math.widen` knows them."""
     pointer = at(builder, data, place)
     wide = ir.VectorType(FLOAT, lanes)
     if dtype == types.int16:

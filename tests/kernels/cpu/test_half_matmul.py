@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.half_matmul import half_matmul, half_rows, pack_half
+from kernels.cpu.half_matmul import half_matmul, half_rows, pack_half
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), [(960, 576), (33, 100), (200, 48), (1, 7), (64, 1)])

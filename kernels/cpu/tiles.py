@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numba
 
-from kernels.cpu_ir import LANES, features
+from kernels.cpu.ir import LANES, features
 
 WIDE = "avx512f" in features()  # 32 registers of 16 lanes; else 16 of 8
 # Of a tile as much as the registers hold, and rather rows than columns: eight decodes then are one tile, and read the weights while

@@ -10,9 +10,9 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from kernels.cpu_math import exp_float32
-from kernels.cpu_pairs import PAIR, pair
-from kernels.cpu_vectors import MOST_ROWS, add_weighted, largest, prefetch_block, score, total
+from kernels.cpu.math import exp_float32
+from kernels.cpu.pairs import PAIR, pair
+from kernels.cpu.vectors import MOST_ROWS, add_weighted, largest, prefetch_block, score, total
 
 TILE_FLOATS = 4096  # accumulators of a tile, 16 KiB: with a key and a value block of 4 KiB each they stay in a 32 KiB L1 cache
 SPAN_TOKENS = 64  # of the cache between two looks at the highest score; spans begin at multiples of it, whatever the step
@@ -167,7 +167,7 @@ def can_pair(head_dim: int, block_size: int) -> bool:
 @functools.cache
 def make_attend(head_dim: int, block_size: int, paired: bool) -> Callable[..., None]:
     """attend(out, query, key_cache, value_cache, block_tables, rows, query_start, context_lens, tiles, tile_tokens, scale,
-    soft_cap, window, begin, end): tiles begin..end-1 of `attention.make_tiles`. Caches as `cpu_math.widen` knows them; `paired`:
+    soft_cap, window, begin, end): tiles begin..end-1 of `attention.make_tiles`. Caches as `cpu.math.widen` knows them; `paired`:
     they are bfloat16, and `can_pair` holds."""
     blocks = max(1, SPAN_TOKENS // block_size)
     width = blocks * block_size

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.block_matmul import block_matmul, block_rows, pack_blocks
-from kernels.blocks import Blocks, join_rows, quantize
-from kernels.cpu_ir import features
-from tests.kernels.instruction_sets import digest_with_avx2
+from kernels.cpu.block_matmul import block_matmul, block_rows, pack_blocks
+from kernels.cpu.ir import features
+from kernels.cpu.quantized_blocks import Blocks, join_rows, quantize
+from tests.kernels.cpu.instruction_sets import digest_with_avx2
 
 KINDS = [(4, 32), (8, 32), (8, 16), (8, 64)]  # bits, block size
 SHAPES = [(960, 576), (33, 192), (200, 64)]

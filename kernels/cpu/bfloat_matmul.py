@@ -9,11 +9,11 @@ import numba
 import numpy as np
 import torch
 
-from kernels.cpu_math import narrow, widen
-from kernels.cpu_pairs import PAIR
-from kernels.cpu_rows import HALF_ROWS, num_panels, tile_rows
-from kernels.cpu_threads import for_ranges
-from kernels.panel_matmul import PANEL, multiply
+from kernels.cpu.math import narrow, widen
+from kernels.cpu.pairs import PAIR
+from kernels.cpu.panel_matmul import PANEL, multiply
+from kernels.cpu.threads import for_ranges
+from kernels.cpu.tiles import HALF_ROWS, num_panels, tile_rows
 
 
 def pack_bfloat(weight: torch.Tensor) -> np.ndarray:

@@ -9,10 +9,10 @@ import numba
 import numpy as np
 import torch
 
-from kernels.cpu_math import widen
-from kernels.cpu_rows import HALF_ROWS, num_panels, tile_rows
-from kernels.cpu_threads import for_ranges
-from kernels.panel_matmul import PANEL, multiply
+from kernels.cpu.math import widen
+from kernels.cpu.panel_matmul import PANEL, multiply
+from kernels.cpu.threads import for_ranges
+from kernels.cpu.tiles import HALF_ROWS, num_panels, tile_rows
 
 
 def pack_half(weight: torch.Tensor) -> np.ndarray:

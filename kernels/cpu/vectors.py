@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_ir import (
+from kernels.cpu.ir import (
     FLOAT,
     INT32,
     LANES,
@@ -34,8 +34,8 @@ from kernels.cpu_ir import (
     switch,
     take,
 )
-from kernels.cpu_pairs import PAIR, add_products, load_pairs
-from kernels.cpu_rows import WIDE
+from kernels.cpu.pairs import PAIR, add_products, load_pairs
+from kernels.cpu.tiles import WIDE
 
 MOST_ROWS = 6 if WIDE else 4  # that are multiplied with a block together, as many as the registers hold
 VALUE_VECTORS = 4  # of a row that `add_weighted` keeps in registers at once

@@ -10,10 +10,10 @@ import numba
 import torch
 
 from kernels.attention import paged_attention
-from kernels.cpu_attention import make_attend
+from kernels.cpu.attention import make_attend
 from tests.kernels.test_attention import make_case
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def attend_with_every_cache():

@@ -5,9 +5,9 @@ import hashlib
 import pytest
 import torch
 
-from kernels.bfloat_matmul import bfloat_matmul, bfloat_rows, pack_bfloat
-from kernels.cpu_ir import features
-from tests.kernels.instruction_sets import digest_with_avx2
+from kernels.cpu.bfloat_matmul import bfloat_matmul, bfloat_rows, pack_bfloat
+from kernels.cpu.ir import features
+from tests.kernels.cpu.instruction_sets import digest_with_avx2
 
 SHAPES = [(960, 576), (33, 101), (200, 48), (1, 7), (64, 1)]
 

@@ -10,7 +10,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from kernels import bfloat_matmul, block_matmul, half_matmul, panel_matmul
+from kernels.cpu import bfloat_matmul, block_matmul, half_matmul, panel_matmul
 from kernels.rms_norm import add_normalize
 from kernels.rope_kv_write import rotate_and_write
 from kernels.silu_mul import gate

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from kernels import reference
-from kernels.cpu_math import exp_float32, log_float32, widen
+from kernels.cpu.math import exp_float32, log_float32, widen
 
 
 @numba.njit
