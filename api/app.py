@@ -13,12 +13,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from api import chat, completions, health, models, requests, tokenize
-from api.auth import Authentication, check_exposure
+from api.app_state import Service, service_of
 from api.errors import install_error_handlers
-from api.middleware import BodyLimit, RequestContext
-from api.schemas import ErrorAnswer
-from api.service import Service, service_of
+from api.http.auth import Authentication, check_exposure
+from api.http.middleware import BodyLimit, RequestContext
+from api.request.schemas import ErrorAnswer
+from api.routes import chat, completions, health, models, requests, tokenize
 from api.version import VERSION
 from engine.config import ApiConfig, RedisConfig
 

@@ -185,7 +185,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """What no other handler is for becomes a 500 too, and goes on to `api.middleware.RequestContext`, which logs it."""
+    """What no other handler is for becomes a 500 too, and goes on to `api.http.middleware.RequestContext`, which logs it."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(BusUnavailable, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)

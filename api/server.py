@@ -21,9 +21,9 @@ import uvloop
 from fastapi import FastAPI
 
 from api.app import create_app
-from api.auth import ConfigurationError
-from api.connection import Connection
-from api.service import Service
+from api.app_state import Service
+from api.http.auth import ConfigurationError
+from api.http.protocol import Connection
 from engine.config import ApiConfig, RedisConfig
 
 logger = logging.getLogger("headrace.api")

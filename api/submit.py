@@ -7,13 +7,13 @@ import time
 from fastapi import Request
 from starlette.types import Scope
 
-from api.auth import Principal, derive_cache_salt
+from api.app_state import Service, principal_of, service_of
 from api.errors import RETRY_AFTER, ApiError, BadRequest, ServiceUnavailable
-from api.generation import Generation, Task
-from api.headers import header
-from api.identity import INTERNAL_ID_HEADER, REQUEST_ID_HEADER, external_id, internal_id_header, internal_ids
-from api.served import NO_ENGINE
-from api.service import Service, principal_of, service_of
+from api.http.auth import Principal, derive_cache_salt
+from api.http.headers import header
+from api.http.request_ids import INTERNAL_ID_HEADER, REQUEST_ID_HEADER, external_id, internal_id_header, internal_ids
+from api.model_registry import NO_ENGINE
+from api.response.generation import Generation, Task
 from engine.bus.enqueue import Refused, RequestFacts
 from engine.client.client import AsyncClient
 from engine.protocol import PROTOCOL_VERSION, EngineCoreRequest, encode_column

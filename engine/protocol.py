@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu.plan import SamplingParams
+from gpu.plan import GREEDY_EPSILON as GREEDY_EPSILON  # part of a request: API servers take these from here
+from gpu.plan import SamplingParams as SamplingParams
 
 PROTOCOL_VERSION = 1
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from api.tokenizer import TextTokenizer
+from api.text.tokenizer import TextTokenizer
 from engine.config import EngineConfig
 from engine.protocol import TokenizerBundle
 from engine.runtime.process import tokenizer_bundle

@@ -39,7 +39,7 @@ async def test_what_nothing_else_catches(monkeypatch: pytest.MonkeyPatch, caplog
     def fail(service: object) -> None:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr("api.completions.admit", fail)
+    monkeypatch.setattr("api.routes.completions.admit", fail)
     transport = httpx.ASGITransport(create_app(ApiConfig(allowed_origins=["http://page"]), RedisConfig()))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         headers = {"Content-Type": "application/json", "X-Request-Id": "told", "Origin": "http://page"}

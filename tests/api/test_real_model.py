@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from api.tokenizer import TextTokenizer
+from api.text.tokenizer import TextTokenizer
 from tests.api.live_server import LiveServer, sse_events
 
 GREEDY = {"temperature": 0, "max_tokens": 10}

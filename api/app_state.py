@@ -1,0 +1,136 @@
+"""What one API server process holds: its way to the engines, models, keys, counters. No request's state outlives the request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from fastapi import Request
+
+from api.errors import REDIS_AWAY, RETRY_AFTER, ServiceUnavailable
+from api.http.auth import EVERYBODY, KeyRing, Principal
+from api.metrics.metrics import Metrics, shared
+from api.model_registry import ServedModels
+from api.response.request_metrics import RequestObserver
+from engine.bus.call import BusUnavailable
+from engine.bus.connection import AsyncBus
+from engine.bus.enqueue import AdmissionLimits
+from engine.client.client import AsyncClient
+from engine.config import ApiConfig, RedisConfig
+
+logger = logging.getLogger("headrace.api")
+
+RETRY_SECONDS = 1.0
+SETTLE_SECONDS = 0.5  # that another process's view of this one's metrics may be behind
+
+
+class Service:
+    """`on_failure` is called when a background task died: the process must end then, with an error. Raises ConfigurationError."""
+
+    def __init__(self, config: ApiConfig, redis_config: RedisConfig) -> None:
+        self.config = config
+        self.redis_config = redis_config
+        self.keys = KeyRing(config.api_key)
+        self.metrics = Metrics(config.metrics_prefix)
+        self.metrics.engines = lambda: self._client.engines() if self._client is not None else []
+        self.pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="text")
+        self.models = ServedModels(config, self.pool)
+        self.limits = AdmissionLimits(config.max_num_queued_reqs, config.max_num_queued_tokens)
+        self.draining = False
+        self.observer = RequestObserver(self.metrics)
+        self.on_failure: Callable[[BaseException], None] | None = None
+        self._client: AsyncClient | None = None
+        self._background: asyncio.Task[None] | None = None
+        self._settling: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """Begin to connect; returns once connected, or at the first failure, after which it goes on trying behind."""
+        first_try = asyncio.Event()
+        self.bus = AsyncBus(self.redis_config.redis_url)
+        self._background = asyncio.create_task(self._run(first_try))
+        self._background.add_done_callback(self._background_done)
+        if shared():
+            self._settle()
+        await first_try.wait()
+
+    async def _run(self, first_try: asyncio.Event) -> None:
+        """Connect, then make ready each model that appears."""
+        await self._connect(first_try)
+        while True:
+            try:
+                await self.models.prepare(self.client)
+            except (BusUnavailable, ServiceUnavailable) as error:
+                logger.warning("a model could not be made ready, trying again: %s", error)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def _settle(self) -> None:
+        """Another process may be asked for this one's numbers at any time."""
+        self.metrics.settle()
+        self._settling = asyncio.get_running_loop().call_later(SETTLE_SECONDS, self._settle)
+
+    async def _connect(self, first_try: asyncio.Event) -> None:
+        while self._client is None:
+            client = AsyncClient(self.bus, self.on_failure)
+            try:
+                await client.start()
+            except BusUnavailable as error:
+                logger.warning("Redis is away, trying again: %s", error)
+                await client.close()
+            else:
+                self._client = client
+                return
+            finally:  # whatever happened: what ends this task must not leave `start` waiting
+                first_try.set()
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def _background_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and self.on_failure is not None:
+            self.on_failure(error)
+
+    @property
+    def client(self) -> AsyncClient:
+        """Raises ServiceUnavailable before the first contact with Redis."""
+        if self._client is None:
+            raise ServiceUnavailable(REDIS_AWAY, headers=RETRY_AFTER)
+        return self._client
+
+    @property
+    def connected(self) -> bool:
+        """Redis answered the last time it was asked."""
+        return self._client is not None and self._client.directory.redis_up
+
+    async def drain(self, timeout: float) -> None:
+        """Admit nothing more; what runs gets `timeout` seconds, then it is aborted."""
+        self.draining = True
+        deadline = asyncio.get_running_loop().time() + timeout
+        while self.observer.open and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.05)
+        for generation in list(self.observer.open):
+            await generation.abort()
+
+    async def close(self) -> None:
+        if self._background is not None:
+            self._background.cancel()
+            await asyncio.gather(self._background, return_exceptions=True)
+        for generation in list(self.observer.open):
+            await generation.close()
+        if self._client is not None:
+            await self._client.close()
+        await self.bus.close()
+        if self._settling is not None:
+            self._settling.cancel()
+        self.metrics.settle()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def principal_of(request: Request) -> Principal:
+    principal: Principal = getattr(request.state, "principal", EVERYBODY)
+    return principal

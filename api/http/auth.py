@@ -1,0 +1,118 @@
+"""API keys: who asks, and what for. Keys are compared in constant time by their SHA-256, and never kept in the clear.
+
+Without keys everybody may do everything, which is why headrace then binds to loopback only (`check_exposure`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from api.errors import Unauthorized, error_response
+from api.http.headers import header
+from engine.config import ApiConfig
+
+OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/version", "/ping", "/metrics"})  # probes and scrapers carry no key
+SALT_LEN = 32  # hex digits: 128 bits
+
+
+class ConfigurationError(ValueError):
+    """Settings that must not be started with."""
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Whoever holds a key. `tenant` is the key's name, "" where no keys are configured."""
+
+    tenant: str = ""
+    admin: bool = False
+
+    def may_see(self, tenant: str) -> bool:
+        """Whether a request of `tenant` is this principal's to list, inspect and abort."""
+        return self.admin or tenant == self.tenant
+
+
+EVERYBODY = Principal(admin=True)
+
+
+class KeyRing:
+    """The configured keys, each `NAME=KEY` or `NAME:admin=KEY`; raises ConfigurationError for others."""
+
+    def __init__(self, entries: list[str]) -> None:
+        self._principals: list[tuple[bytes, Principal]] = []
+        for entry in entries:
+            owner, separator, key = entry.partition("=")
+            name, colon, role = owner.partition(":")
+            if not separator or not name or not key or (colon and role != "admin"):
+                raise ConfigurationError("an API key is given as NAME=KEY or NAME:admin=KEY")
+            self._principals.append((_digest(key), Principal(name, admin=role == "admin")))
+
+    @property
+    def open(self) -> bool:
+        """No key is configured: nobody is asked for one."""
+        return not self._principals
+
+    def identify(self, authorization: str | None) -> Principal | None:
+        """The owner of a `Bearer` header's key, or None. Takes the same time whichever key matches."""
+        if self.open:
+            return EVERYBODY
+        scheme, _, key = (authorization or "").partition(" ")
+        digest = _digest(key.strip())
+        found: Principal | None = None
+        for known, principal in self._principals:
+            if hmac.compare_digest(known, digest):
+                found = principal
+        return found if scheme.lower() == "bearer" else None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def derive_cache_salt(principal: Principal, salt: str | None) -> str:
+    """The prefix cache's salt: a tenant's own, whatever the body says, so that no tenant can probe another's prompts."""
+    if not principal.tenant:
+        return salt or ""
+    return hashlib.sha256(f"{principal.tenant}\0{salt or ''}".encode()).hexdigest()[:SALT_LEN]
+
+
+def check_exposure(config: ApiConfig) -> None:
+    """Raises ConfigurationError where anybody on the network could use a server without keys."""
+    if config.api_key or config.allow_no_auth or _is_loopback(config.host):
+        return
+    raise ConfigurationError(
+        f"refusing to listen on {config.host or 'all addresses'} without API keys: give --api-key NAME=KEY, "
+        "listen on 127.0.0.1, or say --allow-no-auth"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether every address that `host` stands for is this machine's own; "" stands for all of them."""
+    try:
+        found = socket.getaddrinfo(host or None, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        return False
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+
+
+class Authentication:
+    """ASGI middleware: puts the `Principal` into the scope's state, or answers 401."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            principal = self._keys.identify(header(scope, b"authorization"))
+            if principal is None and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+                error = Unauthorized("Invalid or missing API key.", headers={"WWW-Authenticate": "Bearer"})
+                await error_response(error)(scope, receive, send)
+                return
+            scope.setdefault("state", {})["principal"] = principal
+        await self._app(scope, receive, send)

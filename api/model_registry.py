@@ -1,0 +1,188 @@
+"""The models that can be asked for now: a name to engines, limits, tokenizer and chat template.
+
+Engines put their tokenizer into Redis under its content hash; what was made of it is kept as long as the process lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from api.errors import RETRY_AFTER, BadRequest, NotFound, ServiceUnavailable
+from api.http.auth import ConfigurationError
+from api.request.sampling_params import ModelLimits
+from api.text.chat_template import ChatTemplate
+from api.text.tokenizer import TextTokenizer
+from engine.client.client import AsyncClient
+from engine.client.discovery import ModelHandle
+from engine.config import ApiConfig
+from engine.protocol import TokenizerBundle
+
+T = TypeVar("T")
+logger = logging.getLogger("headrace.api")
+
+NO_ENGINE = "No engine serves this model now. Try again later."
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a tokenizer bundle was made into."""
+
+    tokenizer: TextTokenizer
+    template: ChatTemplate | None
+    generation_config: dict[str, Any]
+    template_variables: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    name: str  # as the client, or the engine, calls it
+    handle: ModelHandle
+    limits: ModelLimits
+    files: ModelFiles
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        return self.files.tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        return _short_fingerprint(self.handle.engines[0].fingerprint)
+
+    @property
+    def engine(self) -> str:
+        """Label of metrics: the slot where one engine serves the model; which of several ran a request is not known here."""
+        return self.handle.engines[0].slot if len(self.handle.engines) == 1 else "all"
+
+
+@lru_cache(maxsize=64)
+def _short_fingerprint(fingerprint: str) -> str:
+    return hashlib.sha256(fingerprint.encode()).hexdigest()[:8]
+
+
+class ServedModels:
+    """`pool` runs what would hold up the event loop: reading a large tokenizer takes a second. Raises ConfigurationError."""
+
+    def __init__(self, config: ApiConfig, pool: Executor) -> None:
+        self.template_defaults = _template_defaults(config)
+        self._template_source = _template_source(config)
+        self._pool = pool
+        self._files: dict[str, asyncio.Task[ModelFiles]] = {}
+        self._seen: set[str] = set()
+
+    def names(self, client: AsyncClient) -> dict[str, ModelHandle]:
+        """The names clients use, each with its live model. A model's canonical name is no alias where it has others."""
+        named: dict[str, ModelHandle] = {}
+        for handle in client.models().values():
+            for engine in handle.engines:
+                for name in engine.served_names or [handle.name]:
+                    named.setdefault(name, handle)
+        self._seen |= named.keys()
+        return named
+
+    def missing(self, client: AsyncClient) -> list[str]:
+        """Names that were served since this process started and have no live engine now."""
+        return sorted(self._seen - self.names(client).keys())
+
+    async def resolve(self, client: AsyncClient, name: str | None) -> ServedModel:
+        """The model that a request asks for. Raises NotFound, ServiceUnavailable, or BadRequest where it must be named."""
+        named = self.names(client)
+        if not name:
+            if not named:
+                raise ServiceUnavailable(NO_ENGINE, headers=RETRY_AFTER)
+            handles = {handle.name for handle in named.values()}
+            if len(handles) > 1:
+                raise BadRequest(
+                    f"`model` is required: this server has {', '.join(f'`{each}`' for each in sorted(named))}.", param="model"
+                )
+            name = next(iter(named))
+        handle = named.get(name)
+        if handle is None:
+            if name in self._seen or not named:
+                raise ServiceUnavailable(NO_ENGINE, headers=RETRY_AFTER)
+            aliases = ", ".join(f"`{each}`" for each in sorted(named))
+            raise NotFound(f"The model `{name}` does not exist. Valid aliases: {aliases}.", param="model")
+        limits = ModelLimits(handle.max_model_len, handle.vocab_size, handle.max_logprobs)
+        return ServedModel(name, handle, limits, await self._load(client, handle))
+
+    async def prepare(self, client: AsyncClient) -> None:
+        """Make ready what has a live engine, so that its first request does not wait for a tokenizer. Raises BusUnavailable."""
+        for name, handle in self.names(client).items():
+            if handle.tokenizer not in self._files:
+                files = await self._load(client, handle)
+                if files.template is None:
+                    logger.warning("model %s has no chat template: chat completions are refused", name)
+
+    async def _load(self, client: AsyncClient, handle: ModelHandle) -> ModelFiles:
+        """Once a tokenizer, however many ask for it at the same time; a failure is not kept."""
+        task = self._files.get(handle.tokenizer)
+        if task is None:
+            task = self._files[handle.tokenizer] = asyncio.create_task(self._read(client, handle))
+        try:
+            return await asyncio.shield(task)
+        except Exception:
+            self._files.pop(handle.tokenizer, None)
+            raise
+
+    async def _read(self, client: AsyncClient, handle: ModelHandle) -> ModelFiles:
+        try:
+            bundle = await client.tokenizer_bundle(handle)
+        except LookupError as error:
+            raise ServiceUnavailable(str(error), headers=RETRY_AFTER) from error
+        return await self.in_thread(self._make, bundle)
+
+    def _make(self, bundle: TokenizerBundle) -> ModelFiles:
+        variables = _template_variables(bundle)
+        source = self._template_source or bundle.chat_template
+        template = ChatTemplate(source, variables) if source else None
+        return ModelFiles(TextTokenizer(bundle), template, bundle.generation_config, variables)
+
+    async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+
+def _template_defaults(config: ApiConfig) -> dict[str, Any]:
+    if not config.default_chat_template_kwargs:
+        return {}
+    try:
+        value = json.loads(config.default_chat_template_kwargs)
+    except ValueError as error:
+        raise ConfigurationError(f"--default-chat-template-kwargs is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigurationError("--default-chat-template-kwargs must be a JSON object")
+    return value
+
+
+def _template_source(config: ApiConfig) -> str | None:
+    if not config.chat_template:
+        return None
+    try:
+        source = Path(config.chat_template).read_text(encoding="utf-8")
+        ChatTemplate(source)
+    except (OSError, UnicodeError, BadRequest) as error:
+        raise ConfigurationError(f"--chat-template {config.chat_template}: {error}") from error
+    return source
+
+
+def _template_variables(bundle: TokenizerBundle) -> dict[str, Any]:
+    """Special tokens by name, as templates read them; tokenizer_config.json spells them as strings or objects."""
+    variables: dict[str, Any] = {}
+    for name in _SPECIAL_TOKENS:
+        value = bundle.tokenizer_config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            variables[name] = content
+    if bundle.bos_token is not None:
+        variables["bos_token"] = bundle.bos_token
+    if bundle.eos_token is not None:
+        variables["eos_token"] = bundle.eos_token
+    return variables

@@ -1,0 +1,159 @@
+"""Prompts: from the fields of a request to token ids, with the context's length checked. Pure, meant for worker threads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from api.errors import BadRequest
+from api.request.sampling_params import ModelLimits
+from api.request.schemas import ChatMessage, ContentPart, TemplateFields
+from api.text.chat_template import ChatTemplate, Message
+from api.text.tokenizer import TextTokenizer
+
+MAX_COMPLETION_PROMPTS = 1024
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`text` is None for a prompt that came as token ids."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """`size`: most tokens to keep; None: all; -1: as many as leave room for one of output."""
+
+    size: int | None = None
+    side: Literal["left", "right"] = "left"
+
+
+def render_chat(request: TemplateFields, template: ChatTemplate, default_kwargs: dict[str, Any]) -> str:
+    messages = [_conversation_message(message, template.takes_parts) for message in request.messages]
+    extra = {**default_kwargs, **(request.chat_template_kwargs or {})}
+    if request.reasoning_effort is not None:
+        extra.setdefault("reasoning_effort", request.reasoning_effort)
+    return template.render(
+        messages,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        documents=request.documents,
+        extra=extra,
+    )
+
+
+def tokenize_text(
+    text: str, tokenizer: TextTokenizer, limits: ModelLimits, add_special_tokens: bool, truncation: Truncation | None = None
+) -> Prompt:
+    _check_characters(text, tokenizer, limits, truncation)
+    token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return checked(Prompt(token_ids, text), limits, truncation)
+
+
+def checked(prompt: Prompt, limits: ModelLimits, truncation: Truncation | None = None) -> Prompt:
+    """`prompt`, truncated as asked for, when it leaves room for one token of output at least."""
+    token_ids = _truncate(prompt.token_ids, limits, truncation)
+    if not token_ids:
+        raise BadRequest("The prompt cannot be empty.", param="prompt")
+    if (largest := max(token_ids)) >= limits.vocab_size:
+        raise BadRequest(f"Token id {largest} is out of vocabulary", param="prompt")
+    if len(token_ids) >= limits.max_model_len:
+        raise BadRequest(
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, your prompt contains "
+            f"{len(token_ids)} input tokens, which leaves no room for output tokens. Please reduce the length of the input prompt.",
+            param="input_tokens",
+        )
+    return prompt if token_ids is prompt.token_ids else Prompt(token_ids)
+
+
+def completion_prompts(prompt: str | list[str] | list[int] | list[list[int]] | None) -> list[str | list[int]]:
+    """The prompts of a text completion, one by one."""
+    if prompt is None or prompt == []:
+        raise BadRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [prompt]
+    if len(prompt) > MAX_COMPLETION_PROMPTS:
+        message = f"prompt list length {len(prompt)} exceeds the maximum allowed count of {MAX_COMPLETION_PROMPTS}."
+        raise BadRequest(message, param="prompt")
+    return list(prompt)
+
+
+def check_truncation(size: int | None, limits: ModelLimits) -> None:
+    if size is not None and size > limits.max_model_len:
+        raise BadRequest(
+            f"truncate_prompt_tokens={size} cannot be greater than max_model_len = {limits.max_model_len}. "
+            "Please request a smaller truncation size.",
+            param="truncate_prompt_tokens",
+        )
+
+
+def _truncate(token_ids: list[int], limits: ModelLimits, truncation: Truncation | None) -> list[int]:
+    if truncation is None or truncation.size is None:
+        return token_ids
+    size = limits.max_model_len - 1 if truncation.size == -1 else truncation.size
+    if len(token_ids) <= size:
+        return token_ids
+    return token_ids[len(token_ids) - size :] if truncation.side == "left" else token_ids[:size]
+
+
+def _check_characters(text: str, tokenizer: TextTokenizer, limits: ModelLimits, truncation: Truncation | None) -> None:
+    """No tokenizing of what cannot fit, however it is cut into tokens."""
+    most = limits.max_model_len * tokenizer.max_chars_per_token
+    if len(text) > most and (truncation is None or truncation.size is None):
+        raise BadRequest(
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, your prompt contains "
+            f"{len(text)} characters (more than {most} characters, which is the upper bound for "
+            f"{limits.max_model_len} input tokens). Please reduce the length of the input prompt.",
+            param="input_text",
+        )
+
+
+def _conversation_message(message: ChatMessage, takes_parts: bool) -> Message:
+    """A message as templates expect it. `takes_parts`: the template loops over content parts, so it gets them."""
+    fields = message.model_dump(exclude_none=True)
+    content = message.content
+    if content is None:
+        fields["content"] = [] if takes_parts else ""
+    elif isinstance(content, list):
+        texts = [_part_text(part) for part in content]
+        fields["content"] = [{"type": "text", "text": text} for text in texts] if takes_parts else "\n".join(texts)
+    elif takes_parts:
+        fields["content"] = [{"type": "text", "text": content}]
+    if message.tool_calls:
+        fields["tool_calls"] = [_with_parsed_arguments(call) for call in message.tool_calls]
+    return fields
+
+
+def _part_text(part: ContentPart) -> str:
+    if part.type not in TEXT_PARTS:
+        message = f"Content parts of type '{part.type}' are not supported: this server takes text only."
+        raise BadRequest(message, param="messages")
+    extra: dict[str, Any] = part.model_extra or {}
+    text = extra.get("refusal" if part.type == "refusal" else "text")
+    if not isinstance(text, str):
+        raise BadRequest(f"A content part of type '{part.type}' needs its text as a string.", param="messages")
+    return text
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Templates render a call's arguments as an object; OpenAI's API carries them as a JSON string."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError as error:
+        raise BadRequest(f"The arguments of a tool call are not JSON: {error}", param="messages") from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def token_strings(tokenizer: TextTokenizer, token_ids: Sequence[int]) -> list[str]:
+    """The tokens as the vocabulary spells them."""
+    return [tokenizer.id_to_token(token_id) or "" for token_id in token_ids]

@@ -1,0 +1,159 @@
+"""Bodies of requests, as OpenAI's API and vLLM's extensions define them. Unknown fields are accepted and ignored.
+
+Types are checked here; what depends on values, on other fields or on the model is checked in `validation`, `prompts` and
+`sampling_params` beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+Int64 = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
+TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
+
+
+class ApiModel(BaseModel):
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+class StreamOptions(ApiModel):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class ResponseFormat(ApiModel):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: dict[str, Any] | None = None
+
+
+class SamplingFields(ApiModel):
+    """What chat and text completions have in common."""
+
+    model: str | None = None
+    n: int | None = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: Int64 | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    echo: bool | None = False
+
+    priority: Int64 = 0
+    request_id: str | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+
+    # Known, and refused with a clear word when they ask for anything (api.request.validation).
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    use_beam_search: bool = False
+    logprob_token_ids: list[int] | None = None
+    repetition_detection: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+
+
+class ContentPart(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+class ChatMessage(BaseModel):
+    """A message of the conversation; what a template may read besides these fields is kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class TemplateFields(ApiModel):
+    """How messages become a prompt: shared by chat completions and /tokenize."""
+
+    messages: list[ChatMessage]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+
+
+class ChatCompletionRequest(SamplingFields, TemplateFields):
+    logprobs: bool | None = False
+    top_logprobs: int | None = 0
+    max_completion_tokens: int | None = None
+    return_prompt_text: bool | None = None
+
+
+class CompletionRequest(SamplingFields):
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] | None = None
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+    suffix: str | None = None
+    prompt_embeds: Any = None
+
+
+class TokenizeCompletionRequest(ApiModel):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = False
+
+
+class TokenizeChatRequest(TemplateFields):
+    model: str | None = None
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(ApiModel):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorAnswer(BaseModel):
+    """Every answer that is an error, and the last event but `[DONE]` of a stream that breaks off."""
+
+    error: ErrorDetail

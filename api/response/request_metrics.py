@@ -1,0 +1,89 @@
+"""What is written down about each request: metrics as it goes, one log line at its end. Never a word of a prompt or an answer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from api.metrics.metrics import Metrics
+from api.response.generation import Generation
+from engine.protocol import FinishReason
+
+logger = logging.getLogger("headrace.request")
+
+
+class RequestObserver:
+    """`open`: the generations that have not been closed."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.open: set[Generation] = set()
+        self._metrics = metrics
+
+    def opened(self, generation: Generation) -> None:
+        self.open.add(generation)
+        labels, task = _labels(generation), generation.task
+        self._metrics.n.labels(*labels).observe(task.n)
+        for prompt, sampling in zip(task.prompts, task.sampling, strict=True):
+            self._metrics.prompt_len.labels(*labels).observe(len(prompt.token_ids))
+            self._metrics.max_tokens.labels(*labels).observe(sampling.max_tokens)
+
+    def first_output(self, generation: Generation, now: float) -> Callable[[float], None]:
+        labels = _labels(generation)
+        self._metrics.ttft.labels(*labels).observe(now - generation.arrival)
+        return self._metrics.itl.labels(*labels).observe
+
+    def choice_ended(self, generation: Generation, index: int, reason: FinishReason) -> None:
+        self._metrics.choice_ended(*_labels(generation), reason)
+
+    def closed(self, generation: Generation) -> None:
+        """Aborted requests are in every histogram that they have a number for."""
+        self.open.discard(generation)
+        now = time.time()
+        labels, n = _labels(generation), generation.task.n
+        for place, prompt in enumerate(generation.task.prompts):
+            lens = [generation.num_tokens(place * n + choice) for choice in range(n)]
+            self._metrics.output_len.labels(*labels).observe(sum(lens))
+            self._metrics.max_output_len.labels(*labels).observe(max(lens))
+            if (final := generation.finals.get(place)) is not None:
+                self._metrics.prompt_ended(labels, final.times, len(prompt.token_ids), final.num_cached_tokens, lens)
+        self._metrics.e2e.labels(*labels).observe(now - generation.arrival)
+        if logger.isEnabledFor(logging.INFO):
+            logger.handle(_record("request finished", _facts(generation, now)))
+
+
+def _record(message: str, facts: dict[str, object]) -> logging.LogRecord:
+    """What `logger.info` would make, but for the search of the stack for a line of code that nobody is shown."""
+    record = logging.LogRecord(logger.name, logging.INFO, __file__, 0, message, (), None)
+    record.__dict__.update(facts)
+    return record
+
+
+def _labels(generation: Generation) -> tuple[str, str]:
+    model = generation.task.model
+    return model.name, model.engine
+
+
+def _facts(generation: Generation, now: float) -> dict[str, object]:
+    """Fields of the log line. Durations are seconds."""
+    task, usage = generation.task, generation.usage
+    facts: dict[str, object] = {
+        "request_id": generation.external_id,
+        "internal_id": generation.internal_ids[0],
+        "tenant": generation.tenant,
+        "model": task.model.name,
+        "endpoint": task.endpoint,
+        "stream": task.stream,
+        "num_prompts": len(task.prompts),
+        "n": task.n,
+        "prompt_tokens": usage.prompt_tokens,
+        "output_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "finish_reason": ",".join(sorted({str(reason) for reason in generation.reasons.values()})),
+        "duration": round(now - generation.arrival, 6),
+    }
+    if generation.first_output:
+        facts["time_to_first_token"] = round(generation.first_output - generation.arrival, 6)
+    if (final := generation.finals.get(0)) is not None and final.times.scheduled:
+        facts["queue_time"] = round(final.times.scheduled - final.times.enqueued, 6)
+    return facts

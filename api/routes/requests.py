@@ -1,0 +1,122 @@
+"""/v1/requests: list, inspect and cancel requests by id. A key sees its own tenant's, an admin key everybody's.
+
+Cancelling answers when the request's blocks are free, with the tokens made so far. Records hold counts and times, no text.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+
+from api.app_state import Service, principal_of, service_of
+from api.errors import ApiError, NotFound
+from api.http.request_ids import is_safe_id
+from engine.bus import records
+from engine.bus.records import RecordView
+
+router = APIRouter()
+
+ID_PREFIXES = ("chatcmpl-", "cmpl-")
+MARKS = ("enqueued", "received", "scheduled", "first_token", "last_token", "finished")
+
+
+class AbortTimeout(ApiError):
+    """The engine did not confirm in time; the abort stands and takes effect when it does."""
+
+    status = 504
+    type = "GatewayTimeoutError"
+
+
+@router.get("/v1/requests", summary="List requests, newest first")
+async def list_requests(
+    request: Request,
+    state: Annotated[Literal["live", "ended", "all"], Query(description="live: queued or running")] = "live",
+    model: Annotated[str | None, Query()] = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+) -> dict[str, Any]:
+    service, principal = service_of(request), principal_of(request)
+    tenant = None if principal.admin else principal.tenant
+    found: list[RecordView] = []
+    for name in _model_names(service, model):
+        if state != "ended":
+            running = await service.bus.run(records.live_requests(name, limit, tenant))
+            found += running
+        if state != "live":
+            ended = await service.bus.run(records.ended_requests(name, limit, tenant))
+            found += ended
+    visible = [record for record in found if principal.may_see(record.tenant)]
+    visible.sort(key=lambda record: record.enqueued, reverse=True)
+    return {"object": "list", "data": [_as_json(record) for record in visible[:limit]]}
+
+
+@router.get("/v1/requests/{request_id}", summary="Inspect a request")
+async def get_request(request_id: str, request: Request) -> dict[str, Any]:
+    return _as_json((await _find(request, request_id))[1])
+
+
+@router.post("/v1/requests/{request_id}/cancel", summary="Abort a request")
+@router.delete("/v1/requests/{request_id}", summary="Abort a request")
+async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
+    service = service_of(request)
+    model, record = await _find(request, request_id)
+    result = await service.client.abort(model, record.id)
+    if not result.found:
+        raise _unknown(request_id)
+    if result.state != "ended":
+        raise AbortTimeout("The abort was sent, but the engine has not confirmed it yet.")
+    return {**_as_json(result.record or record), "cancelled": record.state != "ended", "output_tokens": result.num_tokens}
+
+
+async def _find(request: Request, request_id: str) -> tuple[str, RecordView]:
+    """Canonical model and newest record of an internal, external or answer id. Raises NotFound, also for others' requests."""
+    service, principal = service_of(request), principal_of(request)
+    spellings = [request_id, *(request_id.removeprefix(prefix) for prefix in ID_PREFIXES if request_id.startswith(prefix))]
+    found: list[tuple[str, RecordView]] = []
+    for name in _model_names(service, None):
+        for spelling in filter(is_safe_id, spellings):
+            found += [(name, record) for record in await service.bus.run(records.find(name, spelling))]
+    visible = [each for each in found if principal.may_see(each[1].tenant)]
+    if not visible:
+        raise _unknown(request_id)
+    return max(visible, key=lambda each: (each[1].state != "ended", each[1].enqueued))
+
+
+def _unknown(request_id: str) -> NotFound:
+    return NotFound(f"No request with id '{request_id[:200]}' is known.", param="request_id")
+
+
+def _model_names(service: Service, served_name: str | None) -> list[str]:
+    """Canonical names: of all models that Redis knows, with an engine or not, or of the one served under a name."""
+    if served_name is None:
+        return sorted(service.client.directory.known_models)
+    handle = service.models.names(service.client).get(served_name)
+    if handle is not None:
+        return [handle.name]
+    if served_name in service.client.directory.known_models:
+        return [served_name]
+    raise NotFound(f"The model `{served_name}` does not exist.", param="model")
+
+
+def _as_json(record: RecordView) -> dict[str, Any]:
+    return {
+        "object": "request",
+        "id": record.id,
+        "external_id": record.external_id,
+        "state": record.state,
+        "finish_reason": record.reason or None,
+        "error": record.error or None,
+        "model": record.model,
+        "tenant": record.tenant,
+        "endpoint": record.endpoint,
+        "stream": record.stream,
+        "priority": record.priority,
+        "n": record.n,
+        "prompt_tokens": record.prompt_tokens,
+        "max_tokens": record.max_tokens,
+        "output_tokens": record.output_tokens,
+        "cached_tokens": record.cached_tokens,
+        "engine": record.engine or None,
+        "preemptions": record.preemptions,
+        "times": {mark: getattr(record, mark) or None for mark in MARKS},
+    }

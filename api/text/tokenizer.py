@@ -1,0 +1,163 @@
+"""A model's tokenizer as the API server needs it: text to ids, ids to text, and the bytes behind each id.
+
+Made from the `TokenizerBundle` that the engine put into Redis, so that API servers need no model files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from api.errors import BadRequest
+from api.text.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer, TokenBytes, unfinished_tail
+from engine.protocol import TokenizerBundle
+
+SPACE = "\u2581"  # SentencePiece writes a space as this
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SENTENCEPIECE_DECODERS = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+    special: bool = False
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The parts of tokenizer.json (https://huggingface.co/docs/tokenizers/api/tokenizer) that are read here."""
+
+    decoder: dict[str, Any] | None = None
+    added_tokens: list[_AddedToken] = []
+
+
+class TextTokenizer:
+    """Thread-safe: `encode` and `decode` release the interpreter lock in the library."""
+
+    def __init__(self, bundle: TokenizerBundle) -> None:
+        file = msgspec.json.decode(bundle.tokenizer_json, type=_TokenizerFile)
+        self._tokenizer: Any = Tokenizer.from_str(bundle.tokenizer_json)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.eos_token_ids = list(bundle.eos_token_ids)
+        self.special_ids = frozenset(token.id for token in file.added_tokens if token.special)
+        tokens = self._id_to_token()
+        self.vocab_size = len(tokens)
+        self.max_chars_per_token = max((len(token) for token in tokens), default=1)
+        self.bytes = _make_token_bytes(file, tokens, self.special_ids)
+
+    def _id_to_token(self) -> list[str]:
+        vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        tokens = [""] * (max(vocab.values(), default=-1) + 1)
+        for token, token_id in vocab.items():
+            tokens[token_id] = token
+        return tokens
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises BadRequest for text that is not Unicode (a lone surrogate, which JSON can spell)."""
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise BadRequest("Text with lone surrogates cannot be encoded.", param="prompt") from error
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def echo_text(self, token_ids: Sequence[int]) -> str:
+        """Text of a prompt given as tokens, without a character that it leaves unfinished (the output's detokenizer has that)."""
+        if self.bytes is None:
+            return self.decode(token_ids)
+        data = b"".join(self.bytes.piece(token_id) for token_id in token_ids)
+        return data[: len(data) - len(unfinished_tail(data))].decode("utf-8", "replace")
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None outside of it."""
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        return token
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token alone stands for; half a character is possible."""
+        if self.bytes is not None:
+            return self.bytes.piece(token_id)
+        return self.decode([token_id]).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """A token alone as text; U+FFFD for half a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True, keep_prompt_tail: bool = False
+    ) -> Detokenizer:
+        """A detokenizer for output that follows `prompt_token_ids`."""
+        if self.bytes is not None:
+            return ByteDetokenizer(self.bytes, prompt_token_ids, skip_special_tokens, keep_prompt_tail)
+        return StreamDetokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens)
+
+
+def _decoder_kinds(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    if decoder.get("type") == "Sequence":
+        return [part for child in decoder.get("decoders", []) for part in _decoder_kinds(child)]
+    return [decoder]
+
+
+def _make_token_bytes(file: _TokenizerFile, tokens: list[str], special_ids: frozenset[int]) -> TokenBytes | None:
+    """The byte table, or None where the decoder is not a map of tokens to bytes."""
+    parts = _decoder_kinds(file.decoder)
+    kinds = {part.get("type") for part in parts}
+    added = {token.id: token.content for token in file.added_tokens}
+    if kinds and kinds <= {"ByteLevel", "Fuse"}:
+        pieces = [_byte_level_piece(token) for token in tokens]
+        strips = False
+    elif kinds and kinds <= _SENTENCEPIECE_DECODERS and _replaces_spaces(parts):
+        pieces = [_sentencepiece_piece(token) for token in tokens]
+        strips = bool(kinds & {"Strip", "Metaspace"})
+    else:
+        return None
+    for token_id, content in added.items():
+        if 0 <= token_id < len(pieces):
+            pieces[token_id] = content.encode()
+    return TokenBytes(pieces, special_ids, strips)
+
+
+def _replaces_spaces(parts: list[dict[str, Any]]) -> bool:
+    for part in parts:
+        if part["type"] == "Replace" and (part.get("pattern") != {"String": SPACE} or part.get("content") != " "):
+            return False
+        if part["type"] == "Metaspace" and part.get("replacement", SPACE) != SPACE:
+            return False
+    return any(part["type"] in ("Replace", "Metaspace") for part in parts)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's byte-level alphabet: printable bytes stand for themselves, the others for code points from 256 on.
+
+    Source: Radford et al. 2019, byte-level BPE; `bytes_to_unicode` of the released encoder.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    alphabet.update({chr(256 + rank): byte for rank, byte in enumerate(others)})
+    return alphabet
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _byte_level_piece(token: str) -> bytes:
+    try:
+        return bytes(_ALPHABET[character] for character in token)
+    except KeyError:  # not of the alphabet: an added token, which stands for itself
+        return token.encode()
+
+
+def _sentencepiece_piece(token: str) -> bytes:
+    if match := _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(match[1], 16)])
+    return token.replace(SPACE, " ").encode()

@@ -1,0 +1,96 @@
+"""Prompts to token ids: content parts, truncation, lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from api.errors import BadRequest
+from api.request.prompts import Prompt, Truncation, check_truncation, checked, completion_prompts, render_chat, tokenize_text
+from api.request.sampling_params import ModelLimits
+from api.request.schemas import TemplateFields
+from api.text.chat_template import ChatTemplate
+from api.text.tokenizer import TextTokenizer
+
+LIMITS = ModelLimits(max_model_len=10, vocab_size=100, max_logprobs=20)
+PLAIN = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+PARTS = ChatTemplate(
+    "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}[{{ p.type }} {{ p.text }}]{% endfor %}{% endfor %}"
+)
+
+
+def render(template: ChatTemplate, *messages: dict[str, Any]) -> str:
+    return render_chat(TemplateFields.model_validate({"messages": list(messages)}), template, {})
+
+
+def test_content_as_the_template_takes_it() -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert render(PLAIN, parts, {"role": "assistant", "content": None}) == "<user>a\nb<assistant>"
+    assert render(PARTS, parts, {"role": "user", "content": "c"}) == "<user>[text a][text b]<user>[text c]"
+
+
+def test_arguments_of_calls_are_objects_for_the_template() -> None:
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments.city }}")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Bonn"}'}}
+    assert render(template, {"role": "assistant", "content": None, "tool_calls": [call]}) == "Bonn"
+
+
+@pytest.mark.parametrize(
+    ("truncation", "expected"),
+    [
+        (Truncation(3), [5, 6, 7]),
+        (Truncation(3, "right"), [1, 2, 3]),
+        (Truncation(9), [1, 2, 3, 4, 5, 6, 7]),
+        (Truncation(None), [1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_truncation(truncation: Truncation, expected: list[int]) -> None:
+    assert checked(Prompt([1, 2, 3, 4, 5, 6, 7]), LIMITS, truncation).token_ids == expected
+
+
+def test_truncation_to_what_fits_leaves_room_for_a_token() -> None:
+    assert checked(Prompt(list(range(50))), LIMITS, Truncation(-1)).token_ids == list(range(41, 50))
+
+
+def test_a_truncated_prompt_is_echoed_as_it_is() -> None:
+    assert checked(Prompt([1, 2, 3], "abc"), LIMITS, Truncation(2)).text is None
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [
+        ([], "cannot be empty"),
+        ([100], "out of vocabulary"),
+        ([1] * 10, "maximum context length is 10 tokens.*contains 10 input tokens"),
+    ],
+)
+def test_prompts_that_cannot_be(token_ids: list[int], message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        checked(Prompt(token_ids), LIMITS)
+
+
+def test_what_cannot_fit_is_not_tokenized(tokenizer: TextTokenizer) -> None:
+    text = "x" * (10 * tokenizer.max_chars_per_token + 1)
+    with pytest.raises(BadRequest, match="characters") as caught:
+        tokenize_text(text, tokenizer, LIMITS, True)
+    assert caught.value.param == "input_text"
+
+
+def test_truncation_beyond_the_context() -> None:
+    with pytest.raises(BadRequest, match="truncate_prompt_tokens=11 cannot be greater"):
+        check_truncation(11, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ("", [""])],
+)
+def test_kinds_of_prompts(prompt: Any, expected: list[Any]) -> None:
+    assert completion_prompts(prompt) == expected
+
+
+@pytest.mark.parametrize("prompt", [None, [], ["x"] * 1025])
+def test_no_prompt_or_too_many(prompt: Any) -> None:
+    with pytest.raises(BadRequest):
+        completion_prompts(prompt)

@@ -1,0 +1,53 @@
+"""Probes, models, tokenizer routes: what surrounds generation."""
+
+from __future__ import annotations
+
+import pytest
+
+from api.text.tokenizer import TextTokenizer
+from api.version import VERSION
+from tests.api.live_server import LiveServer
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/health"), ("GET", "/live"), ("GET", "/ready"), ("GET", "/ping"), ("POST", "/ping")]
+)
+def test_all_is_well(null_server: LiveServer, method: str, path: str) -> None:
+    answer = null_server.http.request(method, path)
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
+def test_version_and_load(null_server: LiveServer) -> None:
+    assert null_server.http.get("/version").json() == {"version": VERSION}
+    assert null_server.http.get("/load").json() == {"server_load": 0}
+
+
+def test_models(null_server: LiveServer) -> None:
+    listing = null_server.http.get("/v1/models").json()
+    (card,) = listing["data"]
+    assert listing["object"] == "list"
+    assert (card["id"], card["object"], card["owned_by"], card["max_model_len"]) == ("tiny", "model", "headrace", 2048)
+    assert null_server.http.get("/v1/models/tiny").json() == card
+
+
+def test_tokenize_text(null_server: LiveServer, tokenizer: TextTokenizer) -> None:
+    body = {"prompt": "naïve 🚀", "return_token_strs": True}
+    answer = null_server.http.post("/tokenize", json=body).json()
+    token_ids = tokenizer.encode("naïve 🚀")
+    assert answer["tokens"] == token_ids
+    assert (answer["count"], answer["max_model_len"]) == (len(token_ids), 2048)
+    assert answer["token_strs"] == [tokenizer.id_to_token(token_id) for token_id in token_ids]
+    assert null_server.http.post("/detokenize", json={"tokens": token_ids}).json() == {"prompt": "naïve 🚀"}
+
+
+def test_tokenize_messages_is_the_prompt_of_chat(null_server: LiveServer) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    answer = null_server.http.post("/tokenize", json=body).json()
+    chat = null_server.http.post("/v1/chat/completions", json={**body, "max_tokens": 1, "return_token_ids": True}).json()
+    assert answer["tokens"] == chat["prompt_token_ids"]
+    assert answer["token_strs"] is None
+
+
+def test_tokens_of_nothing(null_server: LiveServer) -> None:
+    assert null_server.http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
+    assert null_server.http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
