@@ -85,7 +85,7 @@ def test_the_same_weights_from_gguf_and_from_what_transformers_made_of_it(smollm
 
 def test_loading_needs_little_more_memory_than_the_weights(smollm2_gguf: Path) -> None:
     code = (
-        "import resource, sys, torch; from gpu.weights import open_checkpoint\n"
+        "import resource, sys, torch; from gpu.checkpoint.weights import open_checkpoint\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
         "checkpoint = open_checkpoint(sys.argv[1]); before = peak()\n"
         "kept = [checkpoint.tensor(name, torch.float32) for name in checkpoint.names()]\n"

@@ -30,7 +30,7 @@ def attend_with_every_cache():
 
 
 def run(cache):
-    command = [sys.executable, "-c", "from tests.kernels.test_kernel_cache import *; attend_with_every_cache()"]
+    command = [sys.executable, "-c", "from tests.kernels.cpu.test_kernel_cache import *; attend_with_every_cache()"]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
     ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
     return [tuple(map(int, line.split())) for line in ran.stdout.splitlines()]
