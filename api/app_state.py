@@ -14,6 +14,7 @@ from api.errors import REDIS_AWAY, RETRY_AFTER, ServiceUnavailable
 from api.http.auth import EVERYBODY, KeyRing, Principal
 from api.metrics.metrics import Metrics, shared
 from api.model_registry import ServedModels
+from api.request.limits import RequestLimits
 from api.response.request_metrics import RequestObserver
 from engine.bus.call import BusUnavailable
 from engine.bus.connection import AsyncBus
@@ -38,6 +39,7 @@ class Service:
         self.metrics.engines = lambda: self._client.engines() if self._client is not None else []
         self.pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="text")
         self.models = ServedModels(config, self.pool)
+        self.request_limits = RequestLimits.of(config)
         self.limits = AdmissionLimits(config.max_num_queued_reqs, config.max_num_queued_tokens)
         self.draining = False
         self.observer = RequestObserver(self.metrics)

@@ -13,7 +13,6 @@ from api.request.schemas import ChatMessage, ContentPart, TemplateFields
 from api.text.chat_template import ChatTemplate, Message
 from api.text.tokenizer import TextTokenizer
 
-MAX_COMPLETION_PROMPTS = 1024
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
@@ -71,17 +70,19 @@ def checked(prompt: Prompt, limits: ModelLimits, truncation: Truncation | None =
     return prompt if token_ids is prompt.token_ids else Prompt(token_ids)
 
 
+def num_prompts(prompt: str | list[str] | list[int] | list[list[int]] | None) -> int:
+    """How many prompts `completion_prompts` makes of a text completion's field."""
+    if not prompt:
+        return 0
+    return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
+
+
 def completion_prompts(prompt: str | list[str] | list[int] | list[list[int]] | None) -> list[str | list[int]]:
     """The prompts of a text completion, one by one."""
     if prompt is None or prompt == []:
         raise BadRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
-    if isinstance(prompt[0], int):
-        return [prompt]
-    if len(prompt) > MAX_COMPLETION_PROMPTS:
-        message = f"prompt list length {len(prompt)} exceeds the maximum allowed count of {MAX_COMPLETION_PROMPTS}."
-        raise BadRequest(message, param="prompt")
     return list(prompt)
 
 

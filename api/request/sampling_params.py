@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from api.errors import BadRequest
+from api.request.limits import RequestLimits
 from api.request.schemas import SamplingFields
 from api.text.tokenizer import TextTokenizer
 from engine.protocol import GREEDY_EPSILON, SamplingParams
 
-MAX_N = 16384
-MAX_STOP_STRINGS = 4
-MAX_BAD_WORD_SEQUENCES = 128
 MIN_TEMPERATURE = 0.01  # lower ones that still sample are raised to it: beyond, logits overflow
 INT63 = 2**63 - 1
 
@@ -64,6 +62,7 @@ def make_sampling_params(
     request: SamplingFields,
     tokenizer: TextTokenizer,
     limits: ModelLimits,
+    request_limits: RequestLimits,
     generation_config: dict[str, Any],
     max_tokens: int,
     logprobs: int | None,
@@ -82,13 +81,13 @@ def make_sampling_params(
         top_p=1.0 if greedy else values.top_p,
         top_k=0 if greedy else min(max(values.top_k, 0), limits.vocab_size),
         min_p=0.0 if greedy else values.min_p,
-        seed=secrets.randbelow(INT63) if request.seed in (None, -1) else request.seed,
+        seed=resolve_seed(request.seed),
         presence_penalty=values.presence_penalty,
         frequency_penalty=values.frequency_penalty,
         repetition_penalty=values.repetition_penalty,
         logit_bias=_logit_bias(request.logit_bias, limits.vocab_size),
         allowed_token_ids=_allowed_token_ids(request.allowed_token_ids, limits.vocab_size),
-        bad_words_token_ids=_bad_words(request.bad_words or [], tokenizer, limits.vocab_size),
+        bad_words_token_ids=_bad_words(request.bad_words or [], tokenizer, request_limits),
         max_tokens=max_tokens,
         min_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
@@ -99,6 +98,11 @@ def make_sampling_params(
     )
     _check_something_may_be_sampled(sampling, limits.vocab_size)
     return sampling
+
+
+def resolve_seed(seed: int | None) -> int:
+    """The client's, or one that is drawn where it gave none (None or -1)."""
+    return secrets.randbelow(INT63) if seed is None or seed == -1 else seed
 
 
 def stop_strings(request: SamplingFields) -> list[str]:
@@ -152,7 +156,6 @@ def _check_numbers(values: _Values, min_tokens: int, max_tokens: int) -> None:
 
     n, temperature, penalty = values.n, values.temperature, values.repetition_penalty
     demand(n >= 1, "n", "at least 1", n)
-    demand(n <= MAX_N, "n", f"at most {MAX_N}", n)
     demand(-2.0 <= values.presence_penalty <= 2.0, "presence_penalty", "in [-2, 2]", values.presence_penalty)
     demand(-2.0 <= values.frequency_penalty <= 2.0, "frequency_penalty", "in [-2, 2]", values.frequency_penalty)
     demand(math.isfinite(penalty), "repetition_penalty", "a finite number", penalty)
@@ -170,10 +173,7 @@ def _check_numbers(values: _Values, min_tokens: int, max_tokens: int) -> None:
 
 
 def _check_stop(request: SamplingFields) -> None:
-    words = stop_strings(request)
-    if len(words) > MAX_STOP_STRINGS:
-        raise BadRequest(f"stop must contain at most {MAX_STOP_STRINGS} strings, got {len(words)}.", param="stop")
-    if not all(words):
+    if not all(stop_strings(request)):
         raise BadRequest("stop cannot contain an empty string.", param="stop")
 
 
@@ -241,12 +241,12 @@ def _eos_token_ids(tokenizer: TextTokenizer, generation_config: dict[str, Any]) 
     return sorted({*tokenizer.eos_token_ids, *more})
 
 
-def _bad_words(words: list[str], tokenizer: TextTokenizer, vocab_size: int) -> list[list[int]]:
+def _bad_words(words: list[str], tokenizer: TextTokenizer, limits: RequestLimits) -> list[list[int]]:
     """Token sequences of each word, as it stands and behind a space, which tokenizers tell apart."""
     if not all(words):
         raise BadRequest(f"bad_words cannot contain an empty string. Got bad_words={words}", param="bad_words")
     sequences: list[list[int]] = []
-    for word in words:
+    for word in dict.fromkeys(words):
         for place, spelling in enumerate((word.lstrip(), " " + word.lstrip())):
             token_ids = tokenizer.encode(spelling, add_special_tokens=False)
             if not token_ids:
@@ -255,7 +255,5 @@ def _bad_words(words: list[str], tokenizer: TextTokenizer, vocab_size: int) -> l
                 continue
             if token_ids not in sequences:
                 sequences.append(token_ids)
-    if len(sequences) > MAX_BAD_WORD_SEQUENCES:
-        message = f"Too many bad words after tokenization: {len(sequences)}. The max number is {MAX_BAD_WORD_SEQUENCES}."
-        raise BadRequest(message, param="bad_words")
+    limits.check_bad_words(len(sequences), tokenized=True)
     return sequences

@@ -6,13 +6,33 @@ Types are checked here; what depends on values, on other fields or on the model 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticKnownError
 
+
+def _refuse_quotes(value: Any) -> Any:
+    """`"2"` and `true` are no numbers, whereas `2.0` is one."""
+    if isinstance(value, str | bool):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+def _refuse_quoted_items(value: Any) -> Any:
+    if isinstance(value, list) and not {str, bool}.isdisjoint(map(type, value)):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+T = TypeVar("T")
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-Int64 = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
-TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
+Integer = Annotated[int, BeforeValidator(_refuse_quotes)]
+Number = Annotated[float, Field(strict=True)]
+Int64 = Annotated[Integer, Field(ge=INT64_MIN, le=INT64_MAX)]
+Many = Annotated[list[T], Field(fail_fast=True)]  # one error of a list is told: one an item could be gigabytes
+TokenIds = Annotated[Many[Annotated[int, Field(ge=0, le=INT64_MAX)]], BeforeValidator(_refuse_quoted_items)]
+AnyIntegers = Annotated[Many[int], BeforeValidator(_refuse_quoted_items)]  # token ids that are checked later
 
 
 class ApiModel(BaseModel):
@@ -33,33 +53,33 @@ class SamplingFields(ApiModel):
     """What chat and text completions have in common."""
 
     model: str | None = None
-    n: int | None = 1
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
+    n: Integer | None = 1
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Integer | None = None
+    min_p: Number | None = None
     seed: Int64 | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
+    stop: str | Many[str] | None = None
+    stop_token_ids: AnyIntegers | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: int = 0
-    max_tokens: int | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
+    min_tokens: Integer = 0
+    max_tokens: Integer | None = None
+    allowed_token_ids: AnyIntegers | None = None
+    bad_words: Many[str] | None = None
+    prompt_logprobs: Integer | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
+    truncate_prompt_tokens: Annotated[Integer, Field(ge=-1, le=INT64_MAX)] | None = None
     truncation_side: Literal["left", "right"] | None = None
 
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    stream_interval: int | None = None
+    stream_interval: Integer | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     echo: bool | None = False
@@ -73,9 +93,9 @@ class SamplingFields(ApiModel):
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     use_beam_search: bool = False
-    logprob_token_ids: list[int] | None = None
+    logprob_token_ids: AnyIntegers | None = None
     repetition_detection: dict[str, Any] | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Integer | None = None
 
 
 class ContentPart(BaseModel):
@@ -90,24 +110,24 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Many[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Many[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
 
 class TemplateFields(ApiModel):
     """How messages become a prompt: shared by chat completions and /tokenize."""
 
-    messages: list[ChatMessage]
+    messages: Many[ChatMessage]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    documents: list[dict[str, Any]] | None = None
+    documents: Many[dict[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, Any] | None = None
@@ -115,15 +135,15 @@ class TemplateFields(ApiModel):
 
 class ChatCompletionRequest(SamplingFields, TemplateFields):
     logprobs: bool | None = False
-    top_logprobs: int | None = 0
-    max_completion_tokens: int | None = None
+    top_logprobs: Integer | None = 0
+    max_completion_tokens: Integer | None = None
     return_prompt_text: bool | None = None
 
 
 class CompletionRequest(SamplingFields):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] | None = None
-    max_tokens: int | None = 16
-    logprobs: int | None = None
+    prompt: str | Many[str] | TokenIds | Many[TokenIds] | None = None
+    max_tokens: Integer | None = 16
+    logprobs: Integer | None = None
     add_special_tokens: bool = True
     suffix: str | None = None
     prompt_embeds: Any = None
@@ -143,7 +163,7 @@ class TokenizeChatRequest(TemplateFields):
 
 class DetokenizeRequest(ApiModel):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 class ErrorDetail(BaseModel):

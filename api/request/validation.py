@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from api.errors import BadRequest
+from api.request.limits import RequestLimits
+from api.request.prompts import num_prompts
+from api.request.sampling_params import stop_strings
 from api.request.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields, TemplateFields
 
 
-def check_chat(request: ChatCompletionRequest) -> None:
-    _check_common(request)
+def check_chat(request: ChatCompletionRequest, limits: RequestLimits) -> None:
+    limits.check_choices(1, request.n or 1)
+    _check_common(request, limits)
     check_template_fields(request)
     top = request.top_logprobs
     if top is not None and top < 0 and top != -1:
@@ -16,8 +20,9 @@ def check_chat(request: ChatCompletionRequest) -> None:
         raise BadRequest("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
 
 
-def check_completion(request: CompletionRequest) -> None:
-    _check_common(request)
+def check_completion(request: CompletionRequest, limits: RequestLimits) -> None:
+    limits.check_choices(num_prompts(request.prompt), request.n or 1)
+    _check_common(request, limits)
     if request.logprobs is not None and request.logprobs < 0 and request.logprobs != -1:
         raise BadRequest("`logprobs` must be a positive value or -1.", param="logprobs")
     if request.suffix:
@@ -48,7 +53,9 @@ def _check_tools(request: TemplateFields) -> None:
         raise BadRequest("When using `tool_choice`, `tools` must be set.", param="tool_choice")
 
 
-def _check_common(request: SamplingFields) -> None:
+def _check_common(request: SamplingFields, limits: RequestLimits) -> None:
+    limits.check_stop_strings(len(stop_strings(request)))
+    limits.check_bad_words(len(set(request.bad_words or ())))
     if request.stream_options is not None and not request.stream:
         raise BadRequest("Stream options can only be defined when `stream=True`.", param="stream_options")
     if request.stream_interval is not None and request.stream_interval < 1:

@@ -40,7 +40,7 @@ ROLE = "assistant"
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     service = service_of(request)
     admit(service)
-    check_chat(body)
+    check_chat(body, service.request_limits)
     model = await service.models.resolve(service.client, body.model)
     task = await service.models.in_thread(_make_task, body, model, service)
     generation = await submit(request, task, body.request_id)
@@ -73,7 +73,9 @@ def _make_task(body: ChatCompletionRequest, model: ServedModel, service: Service
     prompt = _make_prompt(body, model, service)
     config = model.files.generation_config
     max_tokens = budget.resolve(len(prompt.token_ids), model.limits, default_max_tokens(config))
-    sampling = make_sampling_params(body, model.tokenizer, model.limits, config, max_tokens, logprobs, body.prompt_logprobs)
+    sampling = make_sampling_params(
+        body, model.tokenizer, model.limits, service.request_limits, config, max_tokens, logprobs, body.prompt_logprobs
+    )
     return Task(
         endpoint="/v1/chat/completions",
         model=model,

@@ -6,13 +6,22 @@ from collections.abc import Iterable
 from typing import Any
 
 from fastapi import APIRouter, Request
+from msgspec import structs
 from starlette.responses import Response
 
 from api.app_state import service_of
 from api.http.json_route import JsonRoute
 from api.model_registry import ServedModel
+from api.request.limits import RequestLimits
 from api.request.prompts import Prompt, Truncation, check_truncation, checked, completion_prompts, tokenize_text
-from api.request.sampling_params import OutputBudget, check_budget, default_max_tokens, make_sampling_params, stop_strings
+from api.request.sampling_params import (
+    OutputBudget,
+    check_budget,
+    default_max_tokens,
+    make_sampling_params,
+    resolve_seed,
+    stop_strings,
+)
 from api.request.schemas import CompletionRequest
 from api.request.validation import check_completion
 from api.response.answer import answer
@@ -32,9 +41,10 @@ LIGHT_TOKENS = 1024  # checked in 0.1 ms
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     service = service_of(request)
     admit(service)
-    check_completion(body)
+    check_completion(body, service.request_limits)
     model = await service.models.resolve(service.client, body.model)
-    task = _make_task(body, model) if _is_light(body) else await service.models.in_thread(_make_task, body, model)
+    work = body, model, service.request_limits
+    task = _make_task(*work) if _is_light(body) else await service.models.in_thread(_make_task, *work)
     generation = await submit(request, task, body.request_id)
     format = CompletionFormat(body, generation, service.config)
     return await answer(request, generation, format, answer_headers(generation), service.config.sse_keep_alive_interval)
@@ -46,7 +56,7 @@ def _is_light(body: CompletionRequest) -> bool:
     return isinstance(prompt, list) and 0 < len(prompt) <= LIGHT_TOKENS and isinstance(prompt[0], int) and not body.bad_words
 
 
-def _make_task(body: CompletionRequest, model: ServedModel) -> Task:
+def _make_task(body: CompletionRequest, model: ServedModel, limits: RequestLimits) -> Task:
     """Everything that takes time, on a worker thread where it does."""
     scores = bool(body.echo) or body.prompt_logprobs is not None
     check_budget(OutputBudget(body.max_tokens), model.limits, may_be_zero=scores)
@@ -56,7 +66,7 @@ def _make_task(body: CompletionRequest, model: ServedModel) -> Task:
         endpoint="/v1/completions",
         model=model,
         prompts=prompts,
-        sampling=_sampling(body, model, prompts),
+        sampling=_sampling(body, model, limits, prompts),
         stop=stop_strings(body),
         include_stop=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens is not False,
@@ -74,23 +84,16 @@ def _make_prompt(source: str | list[int], body: CompletionRequest, model: Served
     return checked(Prompt(source), model.limits, truncation)
 
 
-def _sampling(body: CompletionRequest, model: ServedModel, prompts: list[Prompt]) -> list[SamplingParams]:
-    """Parameters of each prompt; they differ only where the context's room does."""
+def _sampling(body: CompletionRequest, model: ServedModel, limits: RequestLimits, prompts: list[Prompt]) -> list[SamplingParams]:
+    """Parameters of each prompt. They differ in max_tokens, by the context's room, and in a seed that the client did not give."""
     config = model.files.generation_config
     budget = OutputBudget(body.max_tokens)
     prompt_logprobs = body.prompt_logprobs
     if prompt_logprobs is None and body.echo:
         prompt_logprobs = body.logprobs
-    made: dict[int, SamplingParams] = {}
-    sampling = []
-    for prompt in prompts:
-        max_tokens = budget.resolve(len(prompt.token_ids), model.limits, default_max_tokens(config))
-        if max_tokens not in made:
-            made[max_tokens] = make_sampling_params(
-                body, model.tokenizer, model.limits, config, max_tokens, body.logprobs, prompt_logprobs
-            )
-        sampling.append(made[max_tokens])
-    return sampling
+    budgets = [budget.resolve(len(prompt.token_ids), model.limits, default_max_tokens(config)) for prompt in prompts]
+    params = make_sampling_params(body, model.tokenizer, model.limits, limits, config, min(budgets), body.logprobs, prompt_logprobs)
+    return [structs.replace(params, max_tokens=max_tokens, seed=resolve_seed(body.seed)) for max_tokens in budgets]
 
 
 class CompletionFormat(AnswerFormat):

@@ -35,7 +35,8 @@ class _TokenizerFile(msgspec.Struct):
 
 
 class TextTokenizer:
-    """Thread-safe: `encode` and `decode` release the interpreter lock in the library."""
+    """Thread-safe. `encode` and `decode` leave the interpreter to other threads while they work: of the library's functions only
+    those for batches release its lock."""
 
     def __init__(self, bundle: TokenizerBundle) -> None:
         file = msgspec.json.decode(bundle.tokenizer_json, type=_TokenizerFile)
@@ -59,14 +60,15 @@ class TextTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises BadRequest for text that is not Unicode (a lone surrogate, which JSON can spell)."""
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
             raise BadRequest("Text with lone surrogates cannot be encoded.", param="prompt") from error
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def echo_text(self, token_ids: Sequence[int]) -> str:
         """Text of a prompt given as tokens, without a character that it leaves unfinished (the output's detokenizer has that)."""

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from api.errors import BadRequest
-from api.request.prompts import Prompt, Truncation, check_truncation, checked, completion_prompts, render_chat, tokenize_text
+from api.request.prompts import (
+    Prompt,
+    Truncation,
+    check_truncation,
+    checked,
+    completion_prompts,
+    num_prompts,
+    render_chat,
+    tokenize_text,
+)
 from api.request.sampling_params import ModelLimits
 from api.request.schemas import TemplateFields
 from api.text.chat_template import ChatTemplate
@@ -90,7 +99,14 @@ def test_kinds_of_prompts(prompt: Any, expected: list[Any]) -> None:
     assert completion_prompts(prompt) == expected
 
 
-@pytest.mark.parametrize("prompt", [None, [], ["x"] * 1025])
-def test_no_prompt_or_too_many(prompt: Any) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "count"), [(None, 0), ("", 0), ([], 0), ("a", 1), (["a", "b"], 2), ([1, 2], 1), ([[1], [2, 3]], 2)]
+)
+def test_how_many_prompts(prompt: Any, count: int) -> None:
+    assert num_prompts(prompt) == count
+
+
+@pytest.mark.parametrize("prompt", [None, []])
+def test_no_prompt(prompt: Any) -> None:
     with pytest.raises(BadRequest):
         completion_prompts(prompt)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from api.errors import BadRequest
+from api.request.limits import RequestLimits
 from api.request.sampling_params import ModelLimits, OutputBudget, check_budget, check_logprobs, make_sampling_params
 from api.request.schemas import CompletionRequest
 from api.text.tokenizer import TextTokenizer
@@ -17,7 +18,9 @@ LIMITS = ModelLimits(max_model_len=100, vocab_size=49152, max_logprobs=20)
 
 def make(tokenizer: TextTokenizer, generation_config: dict[str, Any] | None = None, **fields: Any) -> SamplingParams:
     body = CompletionRequest(prompt="x", **fields)
-    return make_sampling_params(body, tokenizer, LIMITS, generation_config or {}, 16, body.logprobs, body.prompt_logprobs)
+    return make_sampling_params(
+        body, tokenizer, LIMITS, RequestLimits(), generation_config or {}, 16, body.logprobs, body.prompt_logprobs
+    )
 
 
 def test_openais_defaults_where_nothing_is_said(tokenizer: TextTokenizer) -> None:

@@ -13,7 +13,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 VOCAB = 49152
 BAD, SHAPE = "BadRequestError", "Bad Request"  # types of errors: of a value, of the body's shape
 AT_LEAST = "Input should be greater than or equal to"
-NO_NUMBER = "Input should be a valid number, unable to parse string as a number"
+NO_NUMBER, NO_INTEGER = "Input should be a valid number", "Input should be a valid integer"
 Case = tuple[str, dict[str, Any], str, str | None, str]  # path, body without its prompt, message, param, type
 
 
@@ -38,6 +38,16 @@ BAD_VALUES: list[Case] = [
     # Sampling parameters
     text("n must be at least 1, got 0.", "n", n=0),
     text("n must be at most 16384, got 16385.", "n", n=16385),
+    text(
+        "64 prompt(s) with n=16384 make 1048576 choices; this server answers at most 4096 in one request (--max-choices).",
+        "n",
+        **{"n": 16384, "prompt": [[500]] * 64, "max_tokens": 1},
+    ),
+    chat(
+        "1 prompt(s) with n=4097 make 4097 choices; this server answers at most 4096 in one request (--max-choices).",
+        "n",
+        n=4097,
+    ),
     text("n must be 1 when using greedy sampling, got 2.", "n", n=2, temperature=0),
     text("presence_penalty must be in [-2, 2], got 2.1.", "presence_penalty", presence_penalty=2.1),
     text("frequency_penalty must be in [-2, 2], got -3.0.", "frequency_penalty", frequency_penalty=-3),
@@ -112,6 +122,7 @@ BAD_VALUES: list[Case] = [
         "bad_words",
         bad_words=[f"word{number}" for number in range(100)],
     ),
+    text("Too many bad words: 200. The max number is 128.", "bad_words", bad_words=[f"word{number}" for number in range(200)]),
     text("Requested sample logprobs of 21, which is greater than max allowed: 20", "logprobs", logprobs=21),
     text("`logprobs` must be a positive value or -1.", "logprobs", logprobs=-2),
     text("Requested sample logprobs of 49152, which is greater than max allowed: 20", "logprobs", logprobs=-1),
@@ -216,8 +227,26 @@ BAD_VALUES: list[Case] = [
     value("/tokenize", {"messages": []}, "messages must contain at least one message.", "messages"),
     # The body's shape
     shape(CHAT, "body.messages", "Field required", "missing", "{'max_tokens': 3}", max_tokens=3, messages=...),
-    shape(TEXT, "body.temperature", NO_NUMBER, "float_parsing", "'warm'", temperature="warm"),
+    shape(TEXT, "body.temperature", NO_NUMBER, "float_type", "'warm'", temperature="warm"),
     shape(TEXT, "body.n", "Input should be a valid integer, got a number with a fractional part", "int_from_float", "1.5", n=1.5),
+    *(
+        shape(path, f"body.{field}", NO_INTEGER, "int_type", "'2'", **{field: "2"})
+        for path, field in [
+            *((TEXT, field) for field in ("n", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")),
+            *((TEXT, field) for field in ("top_k", "seed", "priority")),
+            *((TEXT, field) for field in ("truncate_prompt_tokens", "stream_interval")),
+            *((CHAT, field) for field in ("n", "max_tokens", "max_completion_tokens", "top_logprobs", "prompt_logprobs")),
+        ]
+    ),
+    *(
+        shape(TEXT, f"body.{field}", NO_NUMBER, "float_type", "'0.5'", **{field: "0.5"})
+        for field in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    ),
+    shape(TEXT, "body.logit_bias.5", NO_NUMBER, "float_type", "'1'", logit_bias={"5": "1"}),
+    shape(TEXT, "body.stop_token_ids", NO_INTEGER, "int_type", "[3, '5']", stop_token_ids=[3, "5"]),
+    shape(TEXT, "body.n", NO_INTEGER, "int_type", "True", n=True),
+    shape(TEXT, "body.allowed_token_ids.0", NO_INTEGER, "int_type", "[]", allowed_token_ids=[[]] * 9),  # one error, not nine
+    shape("/detokenize", "body.tokens", NO_INTEGER, "int_type", "['1']", tokens=["1"]),
     shape(TEXT, "body.seed", f"Input should be less than or equal to {2**63 - 1}", "less_than_equal", str(2**63), seed=2**63),
     shape(TEXT, "body.priority", f"{AT_LEAST} -{2**63}", "greater_than_equal", str(-(2**63) - 1), priority=-(2**63) - 1),
     shape(TEXT, "body.logit_bias", "Input should be an object", "dict_type", "[1]", logit_bias=[1]),

@@ -1,0 +1,45 @@
+"""How much one request may ask for."""
+
+from __future__ import annotations
+
+import pytest
+
+from api.errors import BadRequest
+from api.request.limits import RequestLimits
+from engine.config import ApiConfig
+
+LIMITS = RequestLimits(max_n=8, max_prompts=4, max_choices=16, max_stop_strings=2, max_bad_words=3)
+
+
+def test_defaults_are_the_settings() -> None:
+    assert RequestLimits.of(ApiConfig()) == RequestLimits()
+
+
+@pytest.mark.parametrize(("num_prompts", "n"), [(1, 8), (4, 4), (0, 1), (2, 8)])
+def test_what_is_allowed(num_prompts: int, n: int) -> None:
+    LIMITS.check_choices(num_prompts, n)
+    LIMITS.check_stop_strings(2)
+    LIMITS.check_bad_words(3)
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "n", "message", "param"),
+    [
+        (1, 9, "n must be at most 8, got 9", "n"),
+        (5, 1, "prompt list length 5 exceeds the maximum allowed count of 4", "prompt"),
+        (3, 6, r"3 prompt\(s\) with n=6 make 18 choices; .* at most 16", "n"),
+    ],
+)
+def test_too_many_choices(num_prompts: int, n: int, message: str, param: str) -> None:
+    with pytest.raises(BadRequest, match=message) as caught:
+        LIMITS.check_choices(num_prompts, n)
+    assert caught.value.param == param
+
+
+def test_too_many_words() -> None:
+    with pytest.raises(BadRequest, match="stop must contain at most 2 strings, got 3"):
+        LIMITS.check_stop_strings(3)
+    with pytest.raises(BadRequest, match=r"Too many bad words: 4. The max number is 3"):
+        LIMITS.check_bad_words(4)
+    with pytest.raises(BadRequest, match=r"Too many bad words after tokenization: 6. The max number is 3"):
+        LIMITS.check_bad_words(6, tokenized=True)
