@@ -18,6 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig, SchedulerConfig
+from engine.protocol import PROTOCOL_VERSION, EngineCoreRequest, decode_request, encode, encode_column
 from engine.runtime.core import EngineCore
 from engine.scheduling.request import Request
 from engine.scheduling.step_outputs import StepOutputs
@@ -71,31 +72,28 @@ class LLM:
         params = [sampling or SamplingParams()] * len(many) if not isinstance(sampling, Sequence) else list(sampling)
         if len(params) != len(many):
             raise ValueError(f"{len(many)} prompts with {len(params)} SamplingParams")
-        answers = [self._submit(prompt, one) for prompt, one in zip(many, params, strict=True)]
-        by_handle = dict(answers)
+        requests = [self._make(prompt, one) for prompt, one in zip(many, params, strict=True)]  # all can run, or none is added
+        answers = {}
+        for choices in requests:
+            answers[choices[0].handle] = Completion(
+                choices[0].prompt_token_ids.tolist(), [Choice(request.choice) for request in choices]
+            )
+            for request in choices:
+                self.core.add_request(request)
         while (outputs := self.core.step()) is not None:
-            self._collect(outputs, by_handle)
-        return [answer for _, answer in answers]
+            self._collect(outputs, answers)
+        return list(answers.values())
 
-    def _submit(self, prompt: str | Sequence[int], sampling: SamplingParams) -> tuple[int, Completion]:
+    def _make(self, prompt: str | Sequence[int], sampling: SamplingParams) -> list[Request]:
+        """Checked as what comes over the bus is. Raises ValueError."""
         token_ids = np.asarray(self._encode(prompt), dtype=np.int32)
-        if not 0 < len(token_ids) < self.core.limits.max_model_len:
-            raise ValueError(f"a prompt of {len(token_ids)} tokens; 1 to {self.core.limits.max_model_len - 1} are possible")
         if not sampling.eos_token_ids:
             sampling = msgspec.structs.replace(sampling, eos_token_ids=self.core.capacity.eos_token_ids)
-        handle = next(self._ids)
-        for choice in range(sampling.n):
-            self.core.add_request(
-                Request(
-                    request_id=f"offline-{handle}",
-                    choice=choice,
-                    prompt_token_ids=token_ids,
-                    sampling=sampling,
-                    handle=handle,
-                    arrival_time=self.core.clock(),
-                )
-            )
-        return handle, Completion(token_ids.tolist(), [Choice(index) for index in range(sampling.n)])
+        handle, now = next(self._ids), self.core.clock()
+        source = EngineCoreRequest(
+            PROTOCOL_VERSION, f"offline-{handle}", encode_column(token_ids), sampling, "", handle, arrival_time=now
+        )
+        return self.core.make_requests(decode_request(encode(source)), now)
 
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):

@@ -6,16 +6,23 @@ Structs are arrays on the wire: fields are only ever appended, each with a defau
 from __future__ import annotations
 
 import enum
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from gpu.plan import GREEDY_EPSILON as GREEDY_EPSILON  # part of a request: API servers take these from here
+from gpu.plan import Count, Int64
 from gpu.plan import SamplingParams as SamplingParams
 
 PROTOCOL_VERSION = 1
+
+Struct = TypeVar("Struct")
+Choice = Annotated[int, Meta(ge=-1, lt=2**31)]  # -1, where it may stand: all
+EpochSeconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 
 
 class FinishReason(enum.IntEnum):
@@ -49,9 +56,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, frozen=True):
     prompt_token_ids: bytes  # int32 column
     sampling: SamplingParams
     client: str  # incarnation of the API server that listens for the outputs
-    handle: int  # that server's own number for the request; outputs carry it instead of the id
-    priority: int = 0  # lower is earlier
-    arrival_time: float = 0.0  # epoch seconds at the API server
+    handle: Int64  # that server's own number for the request; outputs carry it instead of the id
+    priority: Int64 = 0  # lower is earlier
+    arrival_time: EpochSeconds = 0.0  # epoch seconds at the API server
     tenant: str = ""
     cache_salt: str = ""
     trace_headers: dict[str, str] = {}
@@ -59,8 +66,6 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, frozen=True):
     def __post_init__(self) -> None:
         if not self.prompt_token_ids or len(self.prompt_token_ids) % 4:
             raise ValueError(f"a prompt of {len(self.prompt_token_ids)} bytes is not a column of token ids")
-        if self.sampling.n < 1:
-            raise ValueError(f"a request has 1 choice or more, not {self.sampling.n}")
 
 
 class OutputLogprobs(msgspec.Struct, array_like=True):
@@ -164,9 +169,9 @@ class Abort(msgspec.Struct, array_like=True, tag=1):
     """
 
     request_id: str
-    choice: int = -1  # -1: all
+    choice: Choice = -1  # -1: all
     reason: FinishReason = FinishReason.ABORT
-    keep: int = -1
+    keep: Annotated[int, Meta(ge=-1, lt=2**31)] = -1
     stop_reason: str | None = None
     reply_to: str = ""
     token: str = ""
@@ -176,10 +181,10 @@ class Replay(msgspec.Struct, array_like=True, tag=2):
     """Publish again, to `client`, what choice `choice` has from `offset` on: a receiver saw a gap, or silence."""
 
     request_id: str
-    choice: int
-    offset: int
+    choice: Count
+    offset: Count
     client: str
-    handle: int
+    handle: Int64
 
 
 class Utility(msgspec.Struct, array_like=True, tag=3):
@@ -266,18 +271,23 @@ def decode_column(payload: bytes, dtype: type[np.generic] = np.int32) -> NDArray
     return np.frombuffer(payload, dtype=dtype)
 
 
-_encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
-_client_message_decoder = msgspec.msgpack.Decoder(ClientMessage)
-_control_decoder = msgspec.msgpack.Decoder(ControlCommand)
-_stored_decoder = msgspec.msgpack.Decoder(StoredOutput)
-_info_decoder = msgspec.msgpack.Decoder(EngineInfo)
-_bundle_decoder = msgspec.msgpack.Decoder(TokenizerBundle)
+def _reader(kind: type[Struct]) -> Callable[[bytes], Struct]:
+    """A decoder of `kind`. Whatever bytes it gets, it answers or raises msgspec.DecodeError, and nothing else."""
+    decode = msgspec.msgpack.Decoder(kind).decode
 
-encode = _encoder.encode
-decode_request = _request_decoder.decode
-decode_client_message = _client_message_decoder.decode
-decode_control = _control_decoder.decode
-decode_stored = _stored_decoder.decode
-decode_info = _info_decoder.decode
-decode_bundle = _bundle_decoder.decode
+    def read(payload: bytes) -> Struct:
+        try:
+            return decode(payload)
+        except RecursionError as error:
+            raise msgspec.DecodeError("Lists are nested too deeply") from error
+
+    return read
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = _reader(EngineCoreRequest)
+decode_client_message: Callable[[bytes], ClientMessage] = _reader(ClientMessage)  # type: ignore[arg-type]
+decode_control: Callable[[bytes], ControlCommand] = _reader(ControlCommand)  # type: ignore[arg-type]
+decode_stored = _reader(StoredOutput)
+decode_info = _reader(EngineInfo)
+decode_bundle = _reader(TokenizerBundle)

@@ -7,16 +7,27 @@ On the wire (multi-process executor) the structs are MessagePack; columns travel
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 
 GREEDY_EPSILON = 1e-5  # a temperature below this means argmax
+MOST_CHOICES = 16384  # of one prompt
+
+# What columns and kernels can hold. Whoever decodes a struct gets an error for a value outside, NaN included.
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+LogprobCount = Annotated[int, Meta(ge=-1, lt=2**31)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-100.0, le=100.0)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -26,25 +37,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `seed` is always set (drawn by the API server when the client gave none); child i of `n` samples with `child_seed(seed, i)`.
     """
 
-    n: int = 1
-    temperature: float = 1.0  # < GREEDY_EPSILON: argmax
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
-    seed: int = 0  # int64
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output
-    logit_bias: dict[int, float] = {}
-    allowed_token_ids: list[int] = []  # empty: all
-    bad_words_token_ids: list[list[int]] = []
-    max_tokens: int = 16  # resolved to the context's room when the client gave none; 0: only the prompt is scored
-    min_tokens: int = 0
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] = 1
+    temperature: Annotated[float, Meta(ge=0.0, le=1e6)] = 1.0  # < GREEDY_EPSILON: argmax
+    top_p: Share = 1.0
+    top_k: Count = 0  # 0: off
+    min_p: Share = 0.0
+    seed: Int64 = 0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=sys.float_info.max)] = 1.0  # over prompt and output
+    logit_bias: dict[TokenId, Penalty] = {}
+    allowed_token_ids: list[TokenId] = []  # empty: all
+    bad_words_token_ids: list[list[TokenId]] = []
+    max_tokens: Count = 16  # resolved to the context's room when the client gave none; 0: only the prompt is scored
+    min_tokens: Count = 0
     ignore_eos: bool = False
     eos_token_ids: list[int] = []  # the model's; end a request with stop_reason None unless ignore_eos
-    stop_token_ids: list[int] = []  # the client's; end it with stop_reason = the id
-    logprobs: int | None = None  # None: none; k: sampled token + top k; -1: whole vocabulary
-    prompt_logprobs: int | None = None
+    stop_token_ids: list[TokenId] = []  # the client's; end it with stop_reason = the id
+    logprobs: LogprobCount | None = None  # None: none; k: sampled token + top k; -1: whole vocabulary
+    prompt_logprobs: LogprobCount | None = None
 
     @property
     def greedy(self) -> bool:

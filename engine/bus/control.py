@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from engine.bus import keys
 from engine.bus.call import Call, milliseconds
 from engine.bus.records import parse_fields
 from engine.protocol import ControlCommand, decode_control, encode
+
+logger = logging.getLogger(__name__)
 
 COMMANDS_KEPT = 65536  # of a control stream, about
 CONTROL_TTL = 600.0  # seconds that a control stream outlives its last command
@@ -39,18 +42,19 @@ def read_control(
     """Commands for this incarnation behind `last_id`; waits at most `block` seconds for one. Commands that this version cannot
     read are left aside."""
     options = ("BLOCK", milliseconds(block)) if block > 0 else ()
+    mine = b"%d" % incarnation
 
     def decode(answers: list[Any]) -> ControlBatch:
         entries = answers[0][0][1] if answers[0] else []
         commands: list[ControlCommand] = []
         for _, flat in entries:
             fields = parse_fields(flat)
-            if int(fields["incarnation"]) != incarnation:
+            if fields.get("incarnation") != mine:
                 continue
             try:
-                commands.append(decode_control(fields["command"]))
-            except msgspec.DecodeError:
-                continue
+                commands.append(decode_control(fields.get("command", b"")))
+            except msgspec.DecodeError as error:
+                logger.error("a command to slot %s of %s cannot be read: %s", slot, model, error)
         return ControlBatch(entries[-1][0].decode() if entries else last_id, commands)
 
     command = ("XREAD", "COUNT", count, *options, "STREAMS", keys.control(model, slot), last_id)

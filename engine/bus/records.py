@@ -62,7 +62,7 @@ FIELDS = tuple(_FIELD_PARSERS)
 
 def parse_fields(flat: Sequence[bytes]) -> dict[str, bytes]:
     """A hash as RESP2 gives it: field, value, field, value, ..."""
-    return {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
+    return {flat[i].decode(errors="replace"): flat[i + 1] for i in range(0, len(flat), 2)}
 
 
 def parse_record(fields: Mapping[str, bytes | None]) -> RecordView | None:

@@ -8,15 +8,21 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from engine.config import EngineConfig
-from engine.protocol import EngineStats, FinishReason
+from engine.protocol import EngineCoreRequest, EngineStats, FinishReason
 from engine.runtime.capacity import Limits, calibrated_budget, fit_kv_cache, step_limits
-from engine.scheduling.request import Request
+from engine.scheduling.request import Request, make_requests
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_outputs import StepOutputs
 from gpu.config import WorkerConfig
 from gpu.executor import Executor
 from gpu.plan import SchedulerOutput
+
+
+class Unrunnable(ValueError):
+    """A request that this engine cannot run whatever else goes on; the text says why."""
 
 
 class EngineCore:
@@ -55,6 +61,16 @@ class EngineCore:
             max_model_len,
             config.cache.enable_prefix_caching,
         )
+
+    def make_requests(self, source: EngineCoreRequest, received: float) -> list[Request]:
+        """The choices of a request that came over the bus at `received` (epoch seconds); safe on any thread. Raises Unrunnable."""
+        prompt = np.frombuffer(source.prompt_token_ids, dtype=np.int32)
+        longest, vocab_size = self.limits.max_model_len - 1, self.capacity.vocab_size
+        if len(prompt) > longest:
+            raise Unrunnable(f"The prompt has {len(prompt)} tokens; this engine takes 1 to {longest}.")
+        if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
+            raise Unrunnable(f"The prompt has token ids outside 0 to {vocab_size - 1}.")
+        return make_requests(source, prompt, received)
 
     def add_request(self, request: Request) -> None:
         self.scheduler.add_request(request)

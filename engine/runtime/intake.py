@@ -19,7 +19,8 @@ from engine.bus.call import BusUnavailable, Call
 from engine.bus.connection import Bus
 from engine.bus.transitions import Taken
 from engine.protocol import ControlCommand, EngineCoreRequest, decode_request
-from engine.scheduling.scheduler import Scheduler
+from engine.runtime.core import EngineCore, Unrunnable
+from engine.scheduling.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +29,17 @@ LOOK_SECONDS = 0.2  # the longest that a lost bell can delay a request or a comm
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request taken from the stream."""
+    """A request taken from the stream, and its choices."""
 
-    request: EngineCoreRequest
-    received: float  # epoch seconds
+    source: EngineCoreRequest
+    choices: list[Request]
 
 
 class Intake:
-    """The threads that fill the loop's inbox, with as much as `scheduler` will soon have room for."""
+    """The threads that fill the loop's inbox, with as much as the core will soon have room for.
+
+    A request that cannot be read, or that the core cannot run, is ended here: the loop meets only such as it can run.
+    """
 
     def __init__(
         self,
@@ -44,7 +48,7 @@ class Intake:
         slot: str,
         incarnation: int,
         inbox: queue.SimpleQueue[Arrival | ControlCommand | None],
-        scheduler: Scheduler,
+        core: EngineCore,
         failed: Callable[[BaseException], None],
     ) -> None:
         self.num_admitted = 0  # written by the loop: arrivals that reached the scheduler
@@ -57,7 +61,7 @@ class Intake:
         self._bus = bus
         self._model, self._slot, self._incarnation = model, slot, incarnation
         self._inbox = inbox
-        self._scheduler = scheduler
+        self._core = core
         self._failed = failed
         self._bell = threading.Event()
         self._stopped = threading.Event()
@@ -126,23 +130,27 @@ class Intake:
             self.wants_room = False
             return 0, 0
         coming = self._num_taken - self.num_admitted
-        room = self._scheduler.num_free_request_slots - coming
+        room = self._core.scheduler.num_free_request_slots - coming
         self.wants_room = room <= 0
-        return max(0, room), max(0, self._scheduler.num_free_places - coming)
+        return max(0, room), max(0, self._core.scheduler.num_free_places - coming)
 
     def _hand_over(self, entry_id: str, payload: bytes) -> None:
         try:
-            request = decode_request(payload)
-        except msgspec.DecodeError as error:
-            logger.error("entry %s cannot be read: %s", entry_id, error)
-            self._reject(entry_id)
-            return
-        self._num_taken += 1
-        self._inbox.put(Arrival(request, time.time()))
+            source = decode_request(payload)
+            arrival = Arrival(source, self._core.make_requests(source, time.time()))
+        except (msgspec.DecodeError, Unrunnable) as error:
+            self._reject(entry_id, f"The engine refuses the request: {error}")
+        except Exception as error:  # whatever a request brings, it ends that request alone
+            logger.exception("entry %s cannot be taken in", entry_id)
+            self._reject(entry_id, f"The engine cannot take the request in: {type(error).__name__}: {error}")
+        else:
+            self._num_taken += 1
+            self._inbox.put(arrival)
 
-    def _reject(self, entry_id: str) -> None:
-        """Until Redis has heard it: the entry is this engine's, and nobody else will end it."""
-        call = transitions.reject(self._model, self._slot, self._incarnation, entry_id, "The request could not be read.")
+    def _reject(self, entry_id: str, why: str) -> None:
+        """Until Redis has heard it: the entry is this engine's, and no other process will end it."""
+        logger.warning("entry %s ends: %s", entry_id, why)
+        call = transitions.reject(self._model, self._slot, self._incarnation, entry_id, why)
         while not self._stopped.is_set():
             try:
                 self._bus.run(call)

@@ -21,7 +21,7 @@ from engine.runtime.inflight import HeldRequest, HeldRequests, output_logprobs, 
 from engine.runtime.intake import Arrival, Intake
 from engine.runtime.publisher import Outflow, Report
 from engine.runtime.utility_calls import run_utility
-from engine.scheduling.request import Request, make_requests
+from engine.scheduling.request import Request
 from engine.scheduling.step_outputs import StepOutputs
 
 logger = logging.getLogger(__name__)
@@ -112,30 +112,24 @@ class EngineLoop:
 
     def _admit(self, arrival: Arrival, report: Report) -> None:
         self.intake.num_admitted += 1
+        source = arrival.source
+        if self.held.get(source.request_id) is not None:  # a take sent twice may give its entries twice: they are one request
+            logger.warning("request %s is held already", source.request_id)
+            return
         held, early = self._hold(arrival)
         if early is not None:
             self._close_unrun(held, early.reason, None, report)
-        elif problem := self._problem(held):
-            self._close_unrun(held, FinishReason.ERROR, problem, report)
-        else:
-            for request in held.choices:
-                self.core.add_request(request)
+            return
+        for request in held.choices:
+            self.core.add_request(request)
 
     def _hold(self, arrival: Arrival) -> tuple[HeldRequest, Abort | None]:
         """The request, held from now on, and the abort that came before it."""
-        source = arrival.request
-        held = HeldRequest(source, make_requests(source, self._index_of(source.client), arrival.received))
+        client = self._index_of(arrival.source.client)
+        for request in arrival.choices:
+            request.client = client
+        held = HeldRequest(arrival.source, arrival.choices)
         return held, self.held.add(held)
-
-    def _problem(self, held: HeldRequest) -> str | None:
-        """Why the core cannot run this request. API servers check all of it; one of another version may not."""
-        prompt = held.choices[0].prompt_token_ids
-        limits, capacity = self.core.limits, self.core.capacity
-        if not 0 < len(prompt) < limits.max_model_len:
-            return f"The prompt has {len(prompt)} tokens; this engine takes 1 to {limits.max_model_len - 1}."
-        if int(prompt.min()) < 0 or int(prompt.max()) >= capacity.vocab_size:
-            return f"The prompt has token ids outside 0 to {capacity.vocab_size - 1}."
-        return None
 
     def _close_unrun(self, held: HeldRequest, reason: FinishReason, error: str | None, report: Report) -> None:
         now = self.core.clock()
@@ -144,12 +138,19 @@ class EngineLoop:
             self._close(request, report)
 
     def _obey(self, command: ControlCommand, report: Report) -> None:
-        if isinstance(command, Abort):
-            self._abort(command, report)
-        elif isinstance(command, Replay):
-            self._replay(command, report)
-        else:
-            self._run_utility(command, report)
+        """What a command asks for, whatever it is, is never the engine's end."""
+        try:
+            if isinstance(command, Abort):
+                self._abort(command, report)
+            elif isinstance(command, Replay):
+                self._replay(command, report)
+            else:
+                self._run_utility(command, report)
+        except Exception as error:
+            logger.exception("a command failed: %s", command)
+            if not isinstance(command, Replay) and command.reply_to:
+                reply = ControlReply(command.token, ok=False, error=f"{type(error).__name__}: {error}")
+                report.replies.append((command.reply_to, reply))
 
     def _abort(self, command: Abort, report: Report) -> None:
         held = self.held.get(command.request_id)

@@ -127,7 +127,7 @@ def connect(core: EngineCore, bus: Bus, info: EngineInfo, retention: float) -> E
     loop = EngineLoop(core, info.model, clients)
     place = (bus, info.model, info.slot, info.incarnation)
     loop.attach(
-        Intake(*place, loop.inbox, core.scheduler, loop.fail),
+        Intake(*place, loop.inbox, core, loop.fail),
         Outflow(*place, clients, loop.fail, retention),
         Heartbeat(bus, core, info, loop.fail),
     )

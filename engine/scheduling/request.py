@@ -166,21 +166,19 @@ class Request:
         del self.token_bytes[(self.num_prompt_tokens + kept) * TOKEN_BYTES :]
 
 
-def make_requests(request: EngineCoreRequest, client: int, received: float) -> list[Request]:
-    """The choices of a request as it came over the bus; `client` is its API server's index, `received` epoch seconds."""
-    prompt = np.frombuffer(request.prompt_token_ids, dtype=np.int32)
+def make_requests(source: EngineCoreRequest, prompt: Int32Array, received: float) -> list[Request]:
+    """The choices of a request as it came over the bus, at `received` (epoch seconds)."""
     return [
         Request(
-            request.request_id,
+            source.request_id,
             prompt,
-            request.sampling,
+            source.sampling,
             choice=choice,
-            priority=request.priority,
-            arrival_time=request.arrival_time,
-            cache_salt=request.cache_salt,
-            client=client,
-            handle=request.handle,
-            times=RequestTimes(enqueued=request.arrival_time, received=received),
+            priority=source.priority,
+            arrival_time=source.arrival_time,
+            cache_salt=source.cache_salt,
+            handle=source.handle,
+            times=RequestTimes(enqueued=source.arrival_time, received=received),
         )
-        for choice in range(request.sampling.n)
+        for choice in range(source.sampling.n)
     ]

@@ -11,6 +11,8 @@ from engine.protocol import FinishReason
 from engine.scheduling.request import Request
 from gpu.plan import Int32Array
 
+LARGEST_VOCABULARY = 1 << 22  # an id beyond is never sampled; the largest vocabularies have a sixteenth of it
+
 
 class StopTokens:
     """How many live requests a token may end, by token id: one gather tells which rows of a step deserve a closer look."""
@@ -37,7 +39,8 @@ class StopTokens:
     def _ids(request: Request) -> NDArray[Any]:
         sampling = request.sampling
         eos = [] if sampling.ignore_eos else sampling.eos_token_ids
-        return np.array([token for token in (*eos, *sampling.stop_token_ids) if token >= 0], dtype=np.intp)
+        ids = (*eos, *sampling.stop_token_ids)
+        return np.array([token for token in ids if 0 <= token < LARGEST_VOCABULARY], dtype=np.intp)
 
 
 def stop_after(

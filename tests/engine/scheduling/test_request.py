@@ -23,14 +23,14 @@ def test_choices_of_a_request_share_all_but_seed_and_prompt_logprobs() -> None:
         arrival_time=100.0,
         cache_salt="s",
     )
-    choices = make_requests(source, client=4, received=101.0)
+    choices = make_requests(source, np.array([5, 6, 7], np.int32), received=101.0)
     assert [request.key for request in choices] == [("r-1", 0), ("r-1", 1), ("r-1", 2)]
     assert [request.seed for request in choices] == [child_seed(42, choice) for choice in range(3)]
     assert len({request.seed for request in choices}) == 3
     assert [request.sampling.prompt_logprobs for request in choices] == [2, None, None]
     for request in choices:
         assert request.prompt_token_ids.tolist() == request.token_ids.tolist() == [5, 6, 7]
-        assert (request.client, request.handle, request.priority, request.cache_salt) == (4, 9, 2, "s")
+        assert (request.handle, request.priority, request.cache_salt) == (9, 2, "s")
         assert (request.arrival_time, request.times.enqueued, request.times.received) == (100.0, 100.0, 101.0)
     choices[0].times.scheduled = 102.0
     assert choices[1].times.scheduled == 0.0, "choices share a clock sheet"
