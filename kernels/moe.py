@@ -1,5 +1,8 @@
 """Mixture of experts: each token's gated feed-forward network is the weighted sum of a few out of many (Shazeer et al. 2017,
-arXiv 1701.06538; Mixtral, Jiang et al. 2024, arXiv 2401.04088)."""
+arXiv 1701.06538; Mixtral, Jiang et al. 2024, arXiv 2401.04088).
+
+No model calls it yet: it is for the mixture-of-experts families to come (Mixtral, Qwen3-MoE).
+"""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
 
 from kernels import device, reference
+from kernels.cpu.rms_norm import add_normalize, normalize
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -21,7 +21,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     x = x.contiguous()
     out = torch.empty_like(x)
     hidden = x.shape[-1]
-    _normalize(out.view(-1, hidden).numpy(), x.view(-1, hidden).numpy(), weight.numpy(), np.float32(epsilon))
+    normalize(out.view(-1, hidden).numpy(), x.view(-1, hidden).numpy(), weight.numpy(), np.float32(epsilon))
     return out
 
 
@@ -34,31 +34,3 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     out = torch.empty_like(x)
     add_normalize(out.numpy(), x.numpy(), residual.numpy(), weight.numpy(), np.float32(epsilon))
     return out
-
-
-# Reassociation lets the sum of squares run in vector lanes; the order depends on the row's length alone.
-@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
-def _normalize(out, x, weight, epsilon):
-    hidden = x.shape[1]
-    for row in range(x.shape[0]):
-        squares = np.float32(0.0)
-        for i in range(hidden):
-            squares += x[row, i] * x[row, i]
-        scale = np.float32(1.0) / np.sqrt(squares / np.float32(hidden) + epsilon)
-        for i in range(hidden):
-            out[row, i] = weight[i] * (x[row, i] * scale)
-
-
-@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
-def add_normalize(out, x, residual, weight, epsilon):
-    """`add_rms_norm` of float32 arrays, the norm into `out`."""
-    hidden = x.shape[1]
-    for row in range(x.shape[0]):
-        squares = np.float32(0.0)
-        for i in range(hidden):
-            sum_now = residual[row, i] + x[row, i]
-            residual[row, i] = sum_now
-            squares += sum_now * sum_now
-        scale = np.float32(1.0) / np.sqrt(squares / np.float32(hidden) + epsilon)
-        for i in range(hidden):
-            out[row, i] = weight[i] * (residual[row, i] * scale)

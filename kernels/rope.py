@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numba
 import torch
 
 from kernels import device, reference
+from kernels.cpu.rope import rotate
 
 
 def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
@@ -22,16 +22,3 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> Non
         reference.rope(x, positions, cos_sin)
         return
     rotate(x.numpy(), x.shape[1], positions.numpy(), cos_sin.numpy())
-
-
-@numba.njit(cache=True, nogil=True)
-def rotate(x, num_heads, positions, cos_sin):
-    """`rope` of the first `num_heads` heads of float32 x."""
-    half = x.shape[2] // 2
-    for token in range(x.shape[0]):
-        angles = cos_sin[positions[token]]
-        for head in range(num_heads):
-            for i in range(half):
-                a, b = x[token, head, i], x[token, head, i + half]
-                x[token, head, i] = a * angles[i] - b * angles[i + half]
-                x[token, head, i + half] = b * angles[i] + a * angles[i + half]

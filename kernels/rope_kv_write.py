@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numba
 import torch
 
 from kernels import device, reference
 from kernels.cpu.math import elements
-from kernels.kv_write import write
-from kernels.rope import rotate
+from kernels.cpu.rope_kv_write import rotate_and_write
 
 
 def rope_kv_write(
@@ -39,11 +37,3 @@ def rope_kv_write(
         return
     arrays = (heads.numpy(), num_kv_heads, positions.numpy(), cos_sin.numpy())
     rotate_and_write(*arrays, elements(key_cache), elements(value_cache), slots.numpy())
-
-
-@numba.njit(cache=True, nogil=True)
-def rotate_and_write(heads, num_kv_heads, positions, cos_sin, key_cache, value_cache, slots):
-    """`rope_kv_write` of float32 heads; caches by `cpu.math.elements`."""
-    first_value = heads.shape[1] - num_kv_heads
-    rotate(heads, first_value, positions, cos_sin)
-    write(heads, first_value - num_kv_heads, heads, first_value, key_cache, value_cache, slots)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numba
-import numpy as np
 import torch
 
 from kernels import device, reference
-from kernels.cpu.math import exp_float32
+from kernels.cpu.silu_mul import gate
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -19,14 +17,3 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
     gate(out.numpy(), gate_up.numpy())
     return out
-
-
-@numba.njit(cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
-def gate(out, gate_up):
-    """out [tokens, intermediate] of gate_up, both float32."""
-    intermediate = out.shape[1]
-    for token in range(out.shape[0]):
-        gates = gate_up[token, :intermediate]
-        ups = gate_up[token, intermediate:]
-        for i in range(intermediate):
-            out[token, i] = gates[i] / (np.float32(1.0) + exp_float32(-gates[i])) * ups[i]

@@ -2,6 +2,8 @@
 
 A byte holds two weights of one group: column j of the group's first half in the low nibble, column j of its second half in the high
 one (as GGML's 4-bit blocks have it). So each half of a group is unpacked by one shift and needs no interleaving.
+
+No model calls it yet: it is for AWQ and GPTQ checkpoints on GPUs.
 """
 
 from __future__ import annotations

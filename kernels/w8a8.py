@@ -2,6 +2,8 @@
 
 A weight has one scale an output channel, an activation one a row, made from that row alone (dynamic, symmetric quantization per
 token; Xiao et al. 2022, SmoothQuant, arXiv 2211.10438). Scales are applied to the sum of products.
+
+No model calls it yet: it is for FP8 and int8 checkpoints on GPUs.
 """
 
 from __future__ import annotations

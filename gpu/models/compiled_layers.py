@@ -11,8 +11,8 @@ import torch
 from gpu.models.attention import AttentionMetadata
 from gpu.models.kv_cache import KVCache
 from gpu.models.linear import Linear, PackedLinear
-from kernels.attention import StepAttention
 from kernels.cpu.layer import after_attention, before_attention
+from kernels.cpu.step_attention import StepAttention
 
 if TYPE_CHECKING:
     from gpu.models.decoder import DecoderLayer

@@ -11,9 +11,9 @@ from numba import types
 from numba.extending import overload
 
 from kernels.cpu import bfloat_matmul, block_matmul, half_matmul, panel_matmul
-from kernels.rms_norm import add_normalize
-from kernels.rope_kv_write import rotate_and_write
-from kernels.silu_mul import gate
+from kernels.cpu.rms_norm import add_normalize
+from kernels.cpu.rope_kv_write import rotate_and_write
+from kernels.cpu.silu_mul import gate
 
 _multiply_panels = panel_matmul.multiply
 _pack_rows, _round_rows, _num_pairs = half_matmul.pack_rows, bfloat_matmul.round_rows, bfloat_matmul.num_pairs

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from kernels import reference
-from kernels.gumbel import MAX_NOISE, gumbel_argmax, gumbel_noise
+from kernels.cpu.gumbel import MAX_NOISE
+from kernels.gumbel import gumbel_argmax, gumbel_noise
 
 
 def test_noise_is_philox():
