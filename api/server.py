@@ -24,6 +24,7 @@ from api.app import create_app
 from api.app_state import Service
 from api.http.auth import ConfigurationError
 from api.http.protocol import Connection
+from engine.bus.call import UnfitRedis
 from engine.config import ApiConfig, RedisConfig
 
 logger = logging.getLogger("headrace.api")
@@ -90,9 +91,18 @@ class _Ending:
 
     def fail(self, error: BaseException) -> None:
         if self.failure is None:
-            logger.error("a part of the API server died, the process ends", exc_info=error)
+            if isinstance(error, UnfitRedis):
+                logger.error("%s", error)
+            else:
+                logger.error("a part of the API server died, the process ends", exc_info=error)
             self.failure = error
         self.asked.set()
+
+    @property
+    def exit_code(self) -> int:
+        if isinstance(self.failure, UnfitRedis):
+            return os.EX_CONFIG
+        return 0 if self.failure is None else 1
 
 
 async def _serve(app: FastAPI, listener: socket.socket) -> int:
@@ -126,7 +136,7 @@ async def _serve(app: FastAPI, listener: socket.socket) -> int:
         return 1  # it could not start up, or stopped unasked
     await _stop(server, service, ending)
     await serving
-    return 1 if ending.failure is not None else 0
+    return ending.exit_code
 
 
 async def _stop(server: _Server, service: Service, ending: _Ending) -> None:

@@ -13,9 +13,10 @@ from celery import Celery
 from celery.signals import beat_embedded_init
 
 from ops import tether
+from ops.redis_url import parse_redis_url
 
 _WORKER = os.getpid()  # beat is forked from it and inherits the number
-REDIS_URL = os.environ.get("HEADRACE_REDIS_URL") or "redis://127.0.0.1:6379/0"
+REDIS_URL = parse_redis_url(os.environ.get("HEADRACE_REDIS_URL") or "redis://127.0.0.1:6379/0")
 
 # Seconds between two runs. A message that a worker did not get to before the next one was due is dropped: nothing piles up.
 SCHEDULE = {
@@ -26,12 +27,7 @@ SCHEDULE = {
 }
 
 
-def broker_url(redis_url: str) -> str:
-    """The same server as Celery spells it: a unix socket has a scheme of its own there."""
-    return redis_url.replace("unix://", "redis+socket://", 1)
-
-
-app = Celery("headrace", broker=broker_url(REDIS_URL), include=["ops.tasks"])
+app = Celery("headrace", broker=REDIS_URL.broker, include=["ops.tasks"])
 app.conf.update(
     accept_content=["json"],
     task_serializer="json",

@@ -56,11 +56,11 @@ def serve(config_file: str | None, **values: Any) -> int:
     upkeep; starts again what dies; ends them all on Ctrl-C or SIGTERM. Every option is also an environment variable
     (HEADRACE_MAX_MODEL_LEN) and a line of the --config file (max-model-len: 4096).
     """
-    from ops.logs import configure_logging
+    from ops.logs import begin_logging
     from ops.serve import serve as run
 
     resolved = resolve(given(values), os.environ, config_file)
-    configure_logging(resolved.config.log, "serve")
+    begin_logging(resolved, "serve")
     return run(resolved)
 
 
@@ -115,11 +115,12 @@ def config_docs() -> None:
 
 
 def _with_redis(resolved: Resolved) -> Resolved:
-    """The Redis that is named, else that of the `serve` on this machine."""
+    """The Redis that is named, as one URL for all its readers, else that of the `serve` on this machine."""
     from ops.embedded import redis_url
 
-    if not resolved.config.redis.redis_url:
-        resolved.derive("redis_url", redis_url("", resolved.config.redis.data_dir), "the `serve` that runs here")
+    redis = resolved.config.redis
+    source = resolved.sources["redis_url"] if redis.redis_url else "the `serve` that runs here"
+    resolved.derive("redis_url", redis_url(redis.redis_url, redis.data_dir), source)
     return resolved
 
 

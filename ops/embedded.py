@@ -19,7 +19,10 @@ from pathlib import Path
 
 import psutil
 
+from gpu.machine import total_memory
 from ops.errors import CommandError
+from ops.folders import data_folder
+from ops.redis_url import parse_redis_url
 from ops.supervise import Command
 
 LEFTOVER_SECONDS = 5.0  # for what a killed supervisor left behind to die
@@ -40,24 +43,21 @@ class ServeState:
         return psutil.pid_exists(self.pid)
 
 
-def default_data_dir() -> Path:
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "headrace"
-
-
 def find_running(data_dir: str) -> ServeState | None:
     """The `serve` that runs on this data directory ("": the default one), if one does."""
-    state = _read_state(Path(data_dir).expanduser() if data_dir else default_data_dir())
+    state = _read_state(data_folder(data_dir))
     return state if state is not None and state.is_running else None
 
 
 def redis_url(named: str, data_dir: str) -> str:
     """The Redis that a command means: the one named, else that of the `serve` on this machine. Raises CommandError."""
     if named:
-        return named
+        return str(parse_redis_url(named))
     state = find_running(data_dir)
     if state is None or not state.redis_url:
-        where = Path(data_dir).expanduser() if data_dir else default_data_dir()
-        raise CommandError(f"no `headrace serve` runs on {where}; name another --data-dir, or a Redis with --redis-url")
+        raise CommandError(
+            f"no `headrace serve` runs on {data_folder(data_dir)}; name another --data-dir, or a Redis with --redis-url"
+        )
     return state.redis_url
 
 
@@ -65,7 +65,7 @@ class DataDirectory:
     """One instance's directory, locked for as long as it is open. Raises CommandError when another `serve` has it."""
 
     def __init__(self, path: str) -> None:
-        self.path = Path(path).expanduser() if path else default_data_dir()
+        self.path = data_folder(path)
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -140,7 +140,7 @@ class EmbeddedValkey:
             "appendfsync everysec",
             'save ""',
             "maxmemory-policy noeviction",
-            f"maxmemory {psutil.virtual_memory().total // 4}",
+            f"maxmemory {total_memory() // 4}",
             "tcp-backlog 128",
             "loglevel warning",
         ]

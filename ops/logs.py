@@ -16,6 +16,7 @@ from typing import IO, Any, cast
 import msgspec
 
 from engine.config import LogConfig
+from ops.settings import Resolved
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,17 @@ def configure_logging(config: LogConfig, role: str) -> None:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
     sys.unraisablehook = _log_unraisable
     threading.excepthook = _log_thread_death
+
+
+def begin_logging(resolved: Resolved, role: str) -> None:
+    """Configure this process's logs, and tell which environment variables were ignored."""
+    configure_logging(resolved.config.log, role)
+    if resolved.ignored:
+        logger.warning(
+            "ignored, because they tell of a service named headrace and are no settings: %s "
+            "(`enableServiceLinks: false` keeps them out of a pod)",
+            ", ".join(resolved.ignored),
+        )
 
 
 def _log_unraisable(ignored: sys.UnraisableHookArgs) -> None:

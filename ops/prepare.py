@@ -8,6 +8,7 @@ from engine.config import ServeConfig
 from gpu.checkpoint.model_files import find_model, model_name
 from gpu.errors import CheckpointError
 from ops.errors import CommandError, SettingError
+from ops.folders import cache_folder
 from ops.settings import Resolved
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
@@ -71,10 +72,12 @@ def fetch_model(resolved: Resolved, show: Callable[[str, float | None], None] = 
 
 def place_weights(resolved: Resolved) -> None:
     """Settle where packed weights are kept, where no folder was named."""
-    if not resolved.config.model.weights_cache_dir:
-        from ops.demo import cache_folder
-
+    if resolved.config.model.weights_cache_dir:
+        return
+    try:
         resolved.derive("weights_cache_dir", str(cache_folder() / "weights"), "the cache folder")
+    except SettingError as error:  # it can be done without: each engine has weights of its own then
+        resolved.derive("weights_cache_dir", "none", str(error))
 
 
 def name_model(resolved: Resolved) -> None:

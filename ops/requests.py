@@ -13,11 +13,11 @@ import msgspec
 from redis.exceptions import RedisError
 
 from engine.bus import keys, leases, records, transitions
-from engine.bus.call import BusUnavailable
+from engine.bus.call import BusUnavailable, UnfitRedis
 from engine.bus.connection import Bus, Subscription
 from engine.bus.records import RecordView
 from engine.protocol import Abort, ControlReply, EngineInfo, decode_client_message
-from ops.errors import CommandError
+from ops.errors import CommandError, SettingError
 from ops.settings import shown
 
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")  # what the id of an answer puts before the request's
@@ -63,8 +63,11 @@ def connect(redis_url: str) -> Iterator[Bus]:
     """A bus whose failures are one line. Raises CommandError."""
     try:
         with Bus(redis_url, patience=2.0) as bus:
+            bus.run(leases.check_server())
             yield bus
-    except (BusUnavailable, RedisError, ValueError) as error:
+    except UnfitRedis as error:
+        raise SettingError(f"cannot use Redis at {shown('redis_url', redis_url)}: {error}") from None
+    except (BusUnavailable, RedisError) as error:
         raise CommandError(f"cannot use Redis at {shown('redis_url', redis_url)}: {error}") from None
 
 

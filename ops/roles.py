@@ -8,11 +8,15 @@ import socket
 import warnings
 from typing import Any
 
+from engine.bus.call import BusUnavailable, UnfitRedis
+from engine.bus.connection import Bus
+from engine.bus.leases import check_server
 from engine.config import EngineConfig, ServeConfig
 from ops import listen
-from ops.logs import configure_logging
+from ops.errors import SettingError
+from ops.logs import begin_logging
 from ops.prepare import check, fetch_model, name_model, place_weights
-from ops.settings import Resolved
+from ops.settings import Resolved, shown
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +38,7 @@ def run_engine(resolved: Resolved, progress_fd: int | None) -> int:
     """Serve one model on a Redis until a signal; returns the exit status."""
     from engine.runtime import process
 
-    configure_logging(resolved.config.log, "engine")
+    begin_logging(resolved, "engine")
     check(resolved.config)
     fetch_model(resolved)
     name_model(resolved)
@@ -47,7 +51,7 @@ def run_api(resolved: Resolved, descriptor: int | None) -> int:
     from api import server
 
     config = resolved.config
-    configure_logging(config.log, "api")
+    begin_logging(resolved, "api")
     listener = listen.bind(config.api) if descriptor is None else socket.socket(fileno=descriptor)
     return server.run_api(config.api, config.redis, listener)
 
@@ -57,15 +61,27 @@ def run_worker(resolved: Resolved) -> int:
     from celery.apps import worker as celery_worker
     from celery.signals import setup_logging
 
+    _demand_fit_redis(resolved.config.redis.redis_url)
     # ops.celery_app reads the Redis to use when it is imported
     os.environ["HEADRACE_REDIS_URL"] = resolved.config.redis.redis_url
     from ops.celery_app import app
 
     def keep_ours(**_: Any) -> None:
-        configure_logging(resolved.config.log, "worker")
+        begin_logging(resolved, "worker")
 
     setup_logging.connect(keep_ours)
     vars(celery_worker)["safe_say"] = lambda message, *_: log.info(message)  # its own writes past all loggers
     warnings.filterwarnings("ignore", "(?s).*superuser privileges")  # which matter where messages are unpickled
     options = ["--beat", "--pool", "solo", "--without-gossip", "--without-mingle"]
     return app.start(["--quiet", "worker", *options]) or 0
+
+
+def _demand_fit_redis(url: str) -> None:
+    """Raises SettingError where Redis will never do. Where it is away, it may come."""
+    try:
+        with Bus(url, patience=0.0) as bus:
+            bus.run(check_server())
+    except UnfitRedis as error:
+        raise SettingError(f"cannot use Redis at {shown('redis_url', url)}: {error}") from None
+    except BusUnavailable:
+        pass

@@ -26,12 +26,13 @@ from ops import listen
 from ops.announce import show_configuration, show_derived, show_ready
 from ops.embedded import DataDirectory, EmbeddedValkey
 from ops.engines import Engines
-from ops.errors import CommandError
 from ops.logs import resolve_format
 from ops.prepare import check, fetch_model, name_model
 from ops.progress import LoadingDisplay
+from ops.redis_url import parse_redis_url
 from ops.replicas import Replicas
-from ops.settings import Resolved, role_environment, shown
+from ops.requests import connect
+from ops.settings import Resolved, role_environment
 from ops.supervise import Child, Command, Exit, Supervisor, numbered, role
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ def serve(resolved: Resolved) -> int:
     """Bring everything up, run until a signal, take everything down. Returns the exit status; raises CommandError."""
     config = resolved.config
     check(config)
+    if config.redis.redis_url:
+        resolved.derive("redis_url", str(parse_redis_url(config.redis.redis_url)), resolved.sources["redis_url"])
     with ExitStack() as stack:
         listener = stack.enter_context(listen.bind(config.api))
         resolved.derive("port", listener.getsockname()[1], resolved.sources["port"] if config.api.port else "a free one")
@@ -111,7 +114,7 @@ class _Serve:
 
     async def _start_redis(self) -> None:
         if self._directory is None:
-            await _reach_redis(self._config.redis.redis_url)
+            await asyncio.to_thread(_reach_redis, self._config.redis.redis_url)
             return
         valkey = EmbeddedValkey(self._directory)
         child = Child(valkey.command(), on_line=lambda line: log.debug("valkey: %s", line))
@@ -169,17 +172,10 @@ async def _forget_gauges(directory: str | None, ended: Exit) -> None:
         mark_process_dead(ended.pid, directory)  # type: ignore[no-untyped-call]
 
 
-async def _reach_redis(url: str) -> None:
-    import redis.asyncio
-    import redis.exceptions
-
-    client = redis.asyncio.Redis.from_url(url, socket_connect_timeout=5.0)
-    try:
-        await client.ping()
-    except (redis.exceptions.RedisError, OSError) as error:
-        raise CommandError(f"cannot use Redis at {shown('redis_url', url)}: {error}") from None
-    finally:
-        await client.aclose()
+def _reach_redis(url: str) -> None:
+    """Raises CommandError where it does not answer, SettingError where it is too old."""
+    with connect(url):
+        pass
 
 
 def _write_line(line: str) -> None:

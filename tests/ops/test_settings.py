@@ -118,6 +118,43 @@ def test_unknown_variables_are_refused_with_the_nearest_name() -> None:
         resolve({}, {"HEADRACE_PROT": "1"})
 
 
+KUBERNETES = {
+    "HEADRACE_SERVICE_HOST": "10.96.4.7",
+    "HEADRACE_SERVICE_PORT": "8000",
+    "HEADRACE_SERVICE_PORT_HTTP": "8000",
+    "HEADRACE_PORT": "tcp://10.96.4.7:8000",
+    "HEADRACE_PORT_8000_TCP": "tcp://10.96.4.7:8000",
+    "HEADRACE_PORT_8000_TCP_PROTO": "tcp",
+    "HEADRACE_PORT_8000_TCP_PORT": "8000",
+    "HEADRACE_PORT_8000_TCP_ADDR": "10.96.4.7",
+    "HEADRACE_API_SERVICE_HOST": "fd00::7",
+    "HEADRACE_API_SERVICE_PORT": "8000",
+    "HEADRACE_API_PORT": "udp://[fd00::7]:8000",
+    "HEADRACE_API_PORT_8000_UDP_ADDR": "fd00::7",
+    "HEADRACE_CONFIG_PORT": "tcp://10.96.4.8:80",
+    "HEADRACE_CONFIG_SERVICE_HOST": "10.96.4.8",
+}
+
+
+def test_what_kubernetes_tells_of_services_is_ignored() -> None:
+    resolved = resolve({}, {**KUBERNETES, "HEADRACE_SEED": "9"})
+    assert resolved.config.model.seed == 9 and resolved.config.api.port == 8000
+    assert resolved.ignored == sorted(KUBERNETES)
+    assert not KUBERNETES.keys() & role_environment(resolved.config, ("model", "api"), {**KUBERNETES, "PATH": "/bin"}).keys()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("HEADRACE_PORT", "http://10.96.4.7:8000"), ("HEADRACE_PORT", "tcp"), ("HEADRACE_SERVICE", "x")]
+)
+def test_other_values_and_names_are_mistakes_as_before(variable: str, value: str) -> None:
+    with pytest.raises(SettingError):
+        resolve({}, {variable: value})
+
+
+def test_no_setting_looks_like_what_kubernetes_sets() -> None:
+    assert resolve({}, {setting.variable: "" for setting in SETTINGS.values()}).ignored == []
+
+
 def test_lists_in_the_environment() -> None:
     assert resolve({}, {"HEADRACE_SERVED_MODEL_NAME": "a, b"}).config.api.served_model_name == ["a", "b"]
     assert resolve({}, {"HEADRACE_API_KEY": '["x=1,2", "y=3"]'}).config.api.api_key == ["x=1,2", "y=3"]
