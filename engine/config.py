@@ -28,7 +28,9 @@ class SchedulerConfig:
 
 @dataclass
 class RedisConfig:
-    redis_url: str = option("", "Redis to use; empty: `serve` starts an embedded Valkey")
+    redis_url: str = option(
+        "", "Redis to use: redis://, rediss:// (TLS) or unix:// (docs/operating.md); empty: `serve` starts an embedded Valkey"
+    )
     data_dir: str = option("", "where the embedded Valkey keeps its append-only file; default: ~/.local/share/headrace")
     record_retention: int = option(3600, "seconds that the record of an ended request is kept")
 

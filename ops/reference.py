@@ -28,6 +28,9 @@ served-model-name: [my-model, my-model-latest]
 Names that do not exist are refused, with the nearest one that does. Numbers may end in `k`, `m`, `g`, `t` (powers of 1000) or
 `K`, `M`, `G`, `T` (powers of 1024). Names and meanings are vLLM's where vLLM has the option. `headrace serve` tells at start
 where each setting came from (as text: of those that are not defaults), and when the engines are ready what they settled, and why.
+
+Kubernetes sets variables such as `HEADRACE_SERVICE_HOST` and `HEADRACE_PORT=tcp://10.96.4.7:8000` for a service named `headrace`.
+They are ignored with a warning. `enableServiceLinks: false` in the pod keeps them out.
 """
 
 
