@@ -11,20 +11,23 @@ from pathlib import Path
 
 import psutil
 
+from gpu.control_group import cpu_quota, memory_left, memory_limit
+
 logger = logging.getLogger(__name__)
 
 PROCESS = Path("/proc/self")
-CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, where its own is the only one that it sees
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Cores that this process may keep busy: those that it may run on, or whole ones of its quota of time where that is less."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota()
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def total_memory() -> int:
     """Bytes that the machine has, or its control group may have where that is less."""
-    return min(psutil.virtual_memory().total, _memory_limit() or sys.maxsize)
+    return min(psutil.virtual_memory().total, memory_limit() or sys.maxsize)
 
 
 def available_memory() -> int:
@@ -33,27 +36,8 @@ def available_memory() -> int:
     Pages of files that it has read through a mapping, weights above all, are free to the kernel, not to us: they are read again.
     """
     available = psutil.virtual_memory().available - psutil.Process().memory_info().shared
-    if limit := _memory_limit():
-        available = min(available, limit - _used_memory(CONTROL_GROUP))
-    return max(0, available)
-
-
-def _memory_limit() -> int | None:
-    """Of the control group (version 2); None where it has none."""
-    limit = CONTROL_GROUP / "memory.max"
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return None if text == "max" else int(text)
-
-
-def _used_memory(group: Path) -> int:
-    """Bytes of a control group (version 2) that its limit would not get back by dropping what it has cached of files.
-
-    memory.current counts those too, up to the limit where a checkpoint was read or a file was written. What somebody has mapped of
-    them is in use.
-    """
-    counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    cached = int(counts["inactive_file"]) + int(counts["active_file"])  # not tmpfs
-    return int((group / "memory.current").read_text()) - max(0, cached - int(counts["file_mapped"]))
+    left = memory_left()
+    return max(0, available if left is None else min(available, left))
 
 
 def passing_memory(work: Callable[[], None]) -> int:

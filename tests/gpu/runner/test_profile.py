@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from gpu import machine
+from gpu import control_group, machine
 from gpu.config import WorkerConfig
 from gpu.distributed import TensorParallelGroup
 from gpu.runner.input_batch import Batch
@@ -29,7 +29,7 @@ CLOSE = 12 * MIB  # what else comes and goes in this process
 
 @pytest.fixture(autouse=True)
 def roomy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path / "none")
+    monkeypatch.setattr(control_group, "MOUNT", tmp_path / "none")
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=AVAILABLE))
 
 
