@@ -62,16 +62,13 @@ class Service:
         """Connect, then make ready each model that appears."""
         await self._connect(first_try)
         while True:
-            try:
-                await self.models.prepare(self.client)
-            except (BusUnavailable, ServiceUnavailable) as error:
-                logger.warning("a model could not be made ready, trying again: %s", error)
+            await self.models.prepare(self.client)
             await asyncio.sleep(RETRY_SECONDS)
 
     def _settle(self) -> None:
         """Another process may be asked for this one's numbers at any time."""
-        self.metrics.settle()
         self._settling = asyncio.get_running_loop().call_later(SETTLE_SECONDS, self._settle)
+        self.metrics.settle()
 
     async def _connect(self, first_try: asyncio.Event) -> None:
         while self._client is None:

@@ -106,6 +106,10 @@ class ServiceUnavailable(ApiError):
     type = "ServiceUnavailableError"
 
 
+class UnusableModel(ApiError):
+    """The model's own files are broken."""
+
+
 class GenerationError(ApiError):
     """The engine gave the request up; the message is its reason."""
 

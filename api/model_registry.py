@@ -16,31 +16,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from api.errors import RETRY_AFTER, BadRequest, NotFound, ServiceUnavailable
+from api.errors import RETRY_AFTER, BadRequest, NotFound, ServiceUnavailable, UnusableModel
 from api.http.auth import ConfigurationError
+from api.model_files import ModelFiles, make_model_files
 from api.request.sampling_params import ModelLimits
 from api.text.chat_template import ChatTemplate
 from api.text.tokenizer import TextTokenizer
+from engine.bus.call import BusUnavailable
 from engine.client.client import AsyncClient
 from engine.client.discovery import ModelHandle
 from engine.config import ApiConfig
-from engine.protocol import TokenizerBundle
 
 T = TypeVar("T")
 logger = logging.getLogger("headrace.api")
 
 NO_ENGINE = "No engine serves this model now. Try again later."
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """What a tokenizer bundle was made into."""
-
-    tokenizer: TextTokenizer
-    template: ChatTemplate | None
-    generation_config: dict[str, Any]
-    template_variables: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -115,20 +105,26 @@ class ServedModels:
         return ServedModel(name, handle, limits, await self._load(client, handle))
 
     async def prepare(self, client: AsyncClient) -> None:
-        """Make ready what has a live engine, so that its first request does not wait for a tokenizer. Raises BusUnavailable."""
-        for name, handle in self.names(client).items():
+        """Make ready what has a live engine, so that its first request does not wait for a tokenizer. Models that cannot be made
+        ready are logged."""
+        for handle in self.names(client).values():
             if handle.tokenizer not in self._files:
-                files = await self._load(client, handle)
-                if files.template is None:
-                    logger.warning("model %s has no chat template: chat completions are refused", name)
+                try:
+                    await self._load(client, handle)
+                except (ServiceUnavailable, BusUnavailable) as error:
+                    logger.warning("model %s could not be made ready, trying again: %s", handle.name, error)
+                except Exception as error:
+                    logger.error("model %s cannot be made ready: %s", handle.name, error)
 
     async def _load(self, client: AsyncClient, handle: ModelHandle) -> ModelFiles:
-        """Once a tokenizer, however many ask for it at the same time; a failure is not kept."""
+        """Once a tokenizer, however many ask for it at the same time. Of failures only that of broken files is kept."""
         task = self._files.get(handle.tokenizer)
         if task is None:
             task = self._files[handle.tokenizer] = asyncio.create_task(self._read(client, handle))
         try:
             return await asyncio.shield(task)
+        except UnusableModel as error:
+            raise UnusableModel(error.message) from None
         except Exception:
             self._files.pop(handle.tokenizer, None)
             raise
@@ -138,13 +134,7 @@ class ServedModels:
             bundle = await client.tokenizer_bundle(handle)
         except LookupError as error:
             raise ServiceUnavailable(str(error), headers=RETRY_AFTER) from error
-        return await self.in_thread(self._make, bundle)
-
-    def _make(self, bundle: TokenizerBundle) -> ModelFiles:
-        variables = _template_variables(bundle)
-        source = self._template_source or bundle.chat_template
-        template = ChatTemplate(source, variables) if source else None
-        return ModelFiles(TextTokenizer(bundle), template, bundle.generation_config, variables)
+        return await self.in_thread(make_model_files, handle.name, bundle, self._template_source)
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
@@ -171,18 +161,3 @@ def _template_source(config: ApiConfig) -> str | None:
     except (OSError, UnicodeError, BadRequest) as error:
         raise ConfigurationError(f"--chat-template {config.chat_template}: {error}") from error
     return source
-
-
-def _template_variables(bundle: TokenizerBundle) -> dict[str, Any]:
-    """Special tokens by name, as templates read them; tokenizer_config.json spells them as strings or objects."""
-    variables: dict[str, Any] = {}
-    for name in _SPECIAL_TOKENS:
-        value = bundle.tokenizer_config.get(name)
-        content = value.get("content") if isinstance(value, dict) else value
-        if isinstance(content, str):
-            variables[name] = content
-    if bundle.bos_token is not None:
-        variables["bos_token"] = bundle.bos_token
-    if bundle.eos_token is not None:
-        variables["eos_token"] = bundle.eos_token
-    return variables

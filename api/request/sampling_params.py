@@ -6,11 +6,14 @@ that clients which read them keep working.
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic import ValidationError
 
 from api.errors import BadRequest
 from api.request.limits import RequestLimits
@@ -18,8 +21,11 @@ from api.request.schemas import SamplingFields
 from api.text.tokenizer import TextTokenizer
 from engine.protocol import GREEDY_EPSILON, SamplingParams
 
+logger = logging.getLogger("headrace.api")
+
 MIN_TEMPERATURE = 0.01  # lower ones that still sample are raised to it: beyond, logits overflow
 INT63 = 2**63 - 1
+_DEFAULT_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})  # that a model may bring
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ def stop_strings(request: SamplingFields) -> list[str]:
 
 def default_max_tokens(generation_config: dict[str, Any]) -> int | None:
     value = generation_config.get("max_new_tokens")
-    return value if isinstance(value, int) and value > 0 else None
+    return value if type(value) is int and value > 0 else None
 
 
 def check_logprobs(field: str, count: int | None, limits: ModelLimits) -> None:
@@ -126,6 +132,20 @@ def check_logprobs(field: str, count: int | None, limits: ModelLimits) -> None:
     if wanted > most:
         kind = "prompt" if field == "prompt_logprobs" else "sample"
         raise BadRequest(f"Requested {kind} logprobs of {wanted}, which is greater than max allowed: {most}", param=field)
+
+
+def usable_defaults(model: str, generation_config: dict[str, Any]) -> dict[str, Any]:
+    """Those of a model's defaults that a request could ask for; the others are logged and left out."""
+    usable = dict(generation_config)
+    for field in _DEFAULT_FIELDS & generation_config.keys():
+        try:
+            asked = SamplingFields.model_validate({field: generation_config[field]})
+            _check_numbers(_Values(asked, {}), 0, 0)
+            usable[field] = getattr(asked, field)
+        except (ValidationError, BadRequest) as error:
+            logger.warning("the default for %s of model %s is ignored: %s", field, model, error)
+            del usable[field]
+    return usable
 
 
 class _Values:
@@ -237,8 +257,8 @@ def _stop_token_ids(token_ids: list[int] | None, vocab_size: int) -> list[int]:
 
 def _eos_token_ids(tokenizer: TextTokenizer, generation_config: dict[str, Any]) -> list[int]:
     listed = generation_config.get("eos_token_id")
-    more = listed if isinstance(listed, list) else [] if listed is None else [listed]
-    return sorted({*tokenizer.eos_token_ids, *more})
+    more = listed if isinstance(listed, list) else [listed]
+    return sorted({*tokenizer.eos_token_ids, *(token_id for token_id in more if type(token_id) is int)})
 
 
 def _bad_words(words: list[str], tokenizer: TextTokenizer, limits: RequestLimits) -> list[list[int]]:

@@ -56,7 +56,8 @@ def template_for(source: str | None, model: ServedModel, service: Service) -> Ch
             raise BadRequest(message, param="chat_template")
         return ChatTemplate(source, model.files.template_variables)
     if model.files.template is None:
-        message = f"The model `{model.name}` has no chat template: give one with --chat-template, or use /v1/completions."
+        fault = model.files.template_fault
+        message = f"The model `{model.name}` cannot chat: {fault}. Start it with --chat-template, or use /v1/completions."
         raise BadRequest(message, param="messages")
     return model.files.template
 

@@ -68,8 +68,9 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self.takes_parts = _iterates_content(environment.parse(source))
-        except jinja2.TemplateError as error:
-            raise BadRequest(f"The chat template is not valid: {error}", param="chat_template") from error
+        except Exception as error:  # of Jinja, or of the Python code that it makes, such as too many blocks in each other
+            reason = sanitize_message(str(error))
+            raise BadRequest(f"The chat template is not valid: {reason}", param="chat_template") from error
         self._variables = dict(variables or {})
 
     def render(

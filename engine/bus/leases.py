@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,6 +16,8 @@ import msgspec
 from engine.bus import keys
 from engine.bus.call import Call, UnfitRedis, epoch, milliseconds, script
 from engine.protocol import EngineInfo, decode_info, encode
+
+logger = logging.getLogger(__name__)
 
 SLOT_TTL = 2.0  # seconds that a slot outlives its last heartbeat
 BEAT_INTERVAL = 0.5  # seconds
@@ -91,13 +95,28 @@ def engines(model: str) -> Call[list[EngineInfo]]:
     """The living engines of a model, by slot."""
 
     def decode(answers: list[Any]) -> list[EngineInfo]:
-        return [decode_info(payload) for payload in answers if payload is not None]
+        infos = [_readable(model, payload) for payload in answers if payload is not None]
+        return [info for info in infos if info is not None]
 
     def slots(answers: list[Any]) -> list[EngineInfo] | Call[list[EngineInfo]]:
         numbers = sorted((name.decode() for name in answers[0]), key=int)
         return Call(decode, commands=tuple(("GET", keys.slot_info(model, number)) for number in numbers))
 
     return Call(slots, commands=(("SMEMBERS", keys.slots(model)),))
+
+
+@lru_cache(maxsize=64)
+def _told_once(message: str) -> None:
+    logger.error("%s", message)
+
+
+def _readable(model: str, payload: bytes) -> EngineInfo | None:
+    """None for what cannot be read: one engine's odd announcement must not hide the others."""
+    try:
+        return decode_info(payload)
+    except msgspec.DecodeError as error:
+        _told_once(f"an engine of {model} announces itself in a way that cannot be read: {error}")
+        return None
 
 
 # API servers.

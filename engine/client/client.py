@@ -31,6 +31,7 @@ from engine.client.discovery import Directory, ModelHandle
 from engine.client.request_stream import FIRST_PROBE_SECONDS, RequestStream
 from engine.protocol import (
     Abort,
+    ClientMessage,
     ControlReply,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -212,6 +213,8 @@ class AsyncClient:
             except BusUnavailable as error:
                 self.directory.lost_contact()
                 logger.warning("Redis is away: %s", error)
+            except Exception:  # of what one model or request brought; the others go on
+                logger.exception("a round of housekeeping broke off")
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
 
     async def _probe(self, now: float) -> None:
@@ -222,7 +225,17 @@ class AsyncClient:
                 await self._repair(stream)
 
     async def _repair(self, stream: RequestStream) -> None:
-        """Bring a stream up to what its engine, or its record, has."""
+        """Bring a stream up to what its engine, or its record, has; one whose record cannot be read ends with that error. Raises
+        BusUnavailable."""
+        try:
+            await self._catch_up(stream)
+        except BusUnavailable:
+            raise
+        except Exception:
+            logger.exception("the record of request %s cannot be read", stream.request_id)
+            stream.take_end(FinishReason.ERROR, "The request's record cannot be read.")
+
+    async def _catch_up(self, stream: RequestStream) -> None:
         was_enqueued = stream.enqueued  # before the look: until then a record that is not there may be on its way
         record = await self._bus.run(records.record(stream.model, stream.request_id))
         if record is None:
@@ -265,19 +278,23 @@ class AsyncClient:
                     while True:
                         message = await subscription.get()
                         if message is not None:
-                            self._take_in(message[1])
+                            self._take_message(message[1])
             except BusUnavailable as error:
                 if not subscribed.done():
                     subscribed.set_exception(error)
                     return
                 await asyncio.sleep(0.1)  # between attempts to reach Redis again
 
-    def _take_in(self, payload: bytes) -> None:
+    def _take_message(self, payload: bytes) -> None:
+        """A message that cannot be read is as good as lost: the streams that it was for will ask for what it told."""
         try:
-            message = decode_client_message(payload)
-        except msgspec.DecodeError as error:  # as good as lost: the streams that it was for will ask for what it told
+            self._take_in(decode_client_message(payload))
+        except msgspec.DecodeError as error:
             logger.error("a message cannot be read: %s", error)
-            return
+        except Exception:
+            logger.exception("a message cannot be taken in")
+
+    def _take_in(self, message: ClientMessage) -> None:
         if isinstance(message, EngineCoreOutputs):
             if message.incarnation >= self._incarnations.get(message.engine, 0):
                 self._incarnations[message.engine] = message.incarnation
@@ -337,18 +354,19 @@ class AsyncClient:
         self._streams.pop(stream.handle, None)
 
     def _errand(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Work for one request: its failure is logged, and is nobody else's."""
         self._spawn(work, self._errands)
 
     def _spawn(self, work: Coroutine[Any, Any, Any], among: set[asyncio.Task[Any]]) -> None:
         task = asyncio.create_task(work)
         among.add(task)
-        task.add_done_callback(among.discard)
         task.add_done_callback(self._check)
+        task.add_done_callback(among.discard)
 
     def _check(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a background task of the client died", exc_info=error)
-            if self._on_failure is not None:
+            if self._on_failure is not None and task in self._tasks:
                 self._on_failure(error)
 
 

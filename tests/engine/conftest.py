@@ -22,11 +22,11 @@ MODEL = "null-model"
 class RunningEngine:
     """An engine loop on a thread. `stop` ends it in order; `error` is what ended it otherwise."""
 
-    def __init__(self, url: str, config: EngineConfig) -> None:
+    def __init__(self, url: str, config: EngineConfig, model: str = MODEL, tokenizer: str = "no-tokenizer") -> None:
         self.bus = Bus(url)
         self.core = EngineCore(config)
-        self.info = engine_info(config, self.core, MODEL, "no-tokenizer")
-        self.info.slot, self.info.incarnation = self.bus.run(leases.claim_slot(MODEL, self.info))
+        self.info = engine_info(config, self.core, model, tokenizer)
+        self.info.slot, self.info.incarnation = self.bus.run(leases.claim_slot(model, self.info))
         self.loop: EngineLoop = connect(self.core, self.bus, self.info, retention=600)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run)

@@ -37,6 +37,10 @@ def test_the_request_wins_over_the_models_generation_config(tokenizer: TextToken
     assert params.eos_token_ids == [2, 7]
 
 
+def test_eos_ids_of_the_model_are_integers(tokenizer: TextTokenizer) -> None:
+    assert make(tokenizer, {"eos_token_id": [2, None, True, 7.0, "8", 9]}).eos_token_ids == [2, 9]
+
+
 def test_greedy_needs_no_filters(tokenizer: TextTokenizer) -> None:
     params = make(tokenizer, temperature=0, top_p=0.5, top_k=3, min_p=0.2)
     assert params.greedy

@@ -1,0 +1,68 @@
+"""What an API server makes of a model's `TokenizerBundle`. A file that is broken costs what depends on it, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from api.errors import BadRequest, UnusableModel, sanitize_message
+from api.request.sampling_params import usable_defaults
+from api.text.chat_template import ChatTemplate
+from api.text.tokenizer import TextTokenizer
+from engine.protocol import TokenizerBundle
+
+logger = logging.getLogger("headrace.api")
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """`template_fault` says why there is no template, "" where there is one."""
+
+    tokenizer: TextTokenizer
+    template: ChatTemplate | None
+    template_fault: str
+    generation_config: dict[str, Any]
+    template_variables: dict[str, Any]
+
+
+def make_model_files(model: str, bundle: TokenizerBundle, template_source: str | None = None) -> ModelFiles:
+    """`template_source` stands in for the model's own template. Raises UnusableModel where there is no tokenizer."""
+    variables = _template_variables(bundle)
+    template, fault = _make_template(template_source or bundle.chat_template, variables)
+    if template is None:
+        logger.warning("model %s cannot chat: %s", model, fault)
+    return ModelFiles(_make_tokenizer(model, bundle), template, fault, usable_defaults(model, bundle.generation_config), variables)
+
+
+def _make_tokenizer(model: str, bundle: TokenizerBundle) -> TextTokenizer:
+    try:
+        return TextTokenizer(bundle)
+    except BaseException as error:  # the library raises bare Exceptions, and panics, which are not even these
+        raise UnusableModel(f"The tokenizer of `{model}` cannot be read: {sanitize_message(str(error))}") from error
+
+
+def _make_template(source: str | None, variables: dict[str, Any]) -> tuple[ChatTemplate | None, str]:
+    if not source:
+        return None, "it has no chat template"
+    try:
+        return ChatTemplate(source, variables), ""
+    except BadRequest as error:
+        return None, f"its chat template is not valid ({error.message})"
+
+
+def _template_variables(bundle: TokenizerBundle) -> dict[str, Any]:
+    """Special tokens by name, as templates read them; tokenizer_config.json spells them as strings or objects."""
+    variables: dict[str, Any] = {}
+    for name in _SPECIAL_TOKENS:
+        value = bundle.tokenizer_config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            variables[name] = content
+    if bundle.bos_token is not None:
+        variables["bos_token"] = bundle.bos_token
+    if bundle.eos_token is not None:
+        variables["eos_token"] = bundle.eos_token
+    return variables

@@ -1,0 +1,54 @@
+"""What one engine, one message or one record brings must not end the client, which the whole API server stands on."""
+
+from __future__ import annotations
+
+import redis
+
+from engine.bus import keys
+from engine.bus.enqueue import AdmissionLimits, RequestFacts
+from engine.client.client import AsyncClient
+from engine.client.request_stream import RequestStream
+from engine.protocol import PROTOCOL_VERSION, EngineCoreOutputs, EngineCoreRequest, FinishReason, encode, encode_column
+from gpu.plan import SamplingParams
+from tests.engine.conftest import MODEL, RunningEngine
+
+
+async def generated(client: AsyncClient, request_id: str) -> tuple[EngineCoreRequest, int]:
+    """A request that ran to its end, and how many tokens came."""
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True)
+    prompt = encode_column([1, 2, 3])
+    request = EngineCoreRequest(PROTOCOL_VERSION, request_id, prompt, sampling, client.incarnation, client.next_handle())
+    facts = RequestFacts(request_id, "/v1/completions", False, MODEL)
+    (stream,) = await client.add(MODEL, [request], facts, AdmissionLimits())
+    return request, sum([len(delta.token_ids) async for update in stream for delta in update.deltas])
+
+
+async def test_messages_that_make_no_sense(redis_url: str, engine: RunningEngine, client: AsyncClient) -> None:
+    one, two = encode_column([1]), encode_column([1, 2])
+    lopsided = EngineCoreOutputs("e", 1, 1, handles=two + two, choices=one, offsets=two, token_ids=one)
+    with redis.Redis.from_url(redis_url) as wire:
+        for payload in (b"", b"\xff\xff", encode(lopsided), encode(EngineCoreOutputs("e", 1, 2, handles=b"odd"))):
+            assert wire.publish(keys.client_channel(client.incarnation), payload) == 1
+    assert (await generated(client, "r-1"))[1] == 5
+
+
+async def test_an_engine_whose_announcement_cannot_be_read(redis_url: str, engine: RunningEngine, client: AsyncClient) -> None:
+    with redis.Redis.from_url(redis_url) as wire:
+        for model in ("odd", MODEL):
+            wire.sadd(keys.models(), model)
+            wire.sadd(keys.slots(model), "7")
+            wire.set(keys.slot_info(model, "7"), b"\xc1")
+    await client.directory.refresh()
+    assert [info.slot for info in client.models()[MODEL].engines] == [engine.info.slot]
+    assert "odd" not in client.models()
+
+
+async def test_a_record_that_cannot_be_read(redis_url: str, engine: RunningEngine, client: AsyncClient) -> None:
+    request, _ = await generated(client, "r-1")
+    with redis.Redis.from_url(redis_url) as wire:
+        wire.hset(keys.record(MODEL, "r-1"), "output", b"\xc1")
+    stream = RequestStream(request, MODEL, client._finish, client._forget)
+    await client._repair(stream)
+    (end,) = [delta.finished async for update in stream for delta in update.deltas]
+    assert end is not None
+    assert (end.reason, end.error) == (FinishReason.ERROR, "The request's record cannot be read.")
