@@ -87,8 +87,8 @@ class LLM:
     def _make(self, prompt: str | Sequence[int], sampling: SamplingParams) -> list[Request]:
         """Checked as what comes over the bus is. Raises ValueError."""
         token_ids = np.asarray(self._encode(prompt), dtype=np.int32)
-        if not sampling.eos_token_ids:
-            sampling = msgspec.structs.replace(sampling, eos_token_ids=self.core.capacity.eos_token_ids)
+        if not sampling.eos_token_ids and self._files is not None:
+            sampling = msgspec.structs.replace(sampling, eos_token_ids=self._files.eos_token_ids)
         handle, now = next(self._ids), self.core.clock()
         source = EngineCoreRequest(
             PROTOCOL_VERSION, f"offline-{handle}", encode_column(token_ids), sampling, "", handle, arrival_time=now

@@ -115,7 +115,6 @@ class Capacity:
 
     max_model_len: int  # tokens: the model's own limit
     vocab_size: int
-    eos_token_ids: list[int]
     dtype: str
     device: str
     weight_bytes: int

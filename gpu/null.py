@@ -29,7 +29,6 @@ class NullSettings:
 
     vocab_size: int = 49152
     lowest_token_id: int = 256  # ids below it (special tokens in most vocabularies) are not sampled
-    eos_token_id: int = 2
     eos_after: int = 0  # output tokens after which a request gets its end-of-sequence token; 0: never
     max_model_len: int = 8192
     kv_bytes: int = 1 << 30
@@ -98,7 +97,6 @@ class NullRunner:
         return Capacity(
             max_model_len=settings.max_model_len,
             vocab_size=settings.vocab_size,
-            eos_token_ids=[settings.eos_token_id],
             dtype="null",
             device="cpu",
             weight_bytes=0,

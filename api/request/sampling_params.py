@@ -97,7 +97,7 @@ def make_sampling_params(
         max_tokens=max_tokens,
         min_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
-        eos_token_ids=_eos_token_ids(tokenizer, generation_config),
+        eos_token_ids=tokenizer.eos_token_ids,
         stop_token_ids=_stop_token_ids(request.stop_token_ids, limits.vocab_size),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -253,12 +253,6 @@ def _leaves_some(allowed: list[int], banned: set[int], vocab_size: int) -> bool:
 def _stop_token_ids(token_ids: list[int] | None, vocab_size: int) -> list[int]:
     _in_vocabulary(token_ids or [], "stop_token_ids", vocab_size)
     return sorted(set(token_ids or []))
-
-
-def _eos_token_ids(tokenizer: TextTokenizer, generation_config: dict[str, Any]) -> list[int]:
-    listed = generation_config.get("eos_token_id")
-    more = listed if isinstance(listed, list) else [listed]
-    return sorted({*tokenizer.eos_token_ids, *(token_id for token_id in more if type(token_id) is int)})
 
 
 def _bad_words(words: list[str], tokenizer: TextTokenizer, limits: RequestLimits) -> list[list[int]]:

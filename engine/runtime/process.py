@@ -29,7 +29,7 @@ from engine.runtime.core import EngineCore
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.intake import Intake
 from engine.runtime.loop import EngineLoop
-from engine.runtime.publisher import Publisher
+from engine.runtime.publisher import Outflow
 from gpu.checkpoint.model_files import model_name
 from gpu.checkpoint.tokenizer_files import load_tokenizer_files
 from gpu.errors import CheckpointError, UnsupportedConfiguration
@@ -110,7 +110,7 @@ def _serve(config: EngineConfig, progress: Progress, signals: StopSignals, shutd
             bus.run(put_tokenizer(name, tokenizer, bundle))
             info = engine_info(config, core, name, tokenizer)
             info.slot, info.incarnation = bus.run(leases.claim_slot(name, info, wanted=config.parallel.data_parallel_rank))
-            bus.run(transitions.fail_engine(name, info.slot, info.incarnation - 1, ENGINE_DIED))
+            bus.run(transitions.bury(name, info.slot, info.incarnation - 1, ENGINE_DIED))
             loop = connect(core, bus, info, config.redis.record_retention)
             signals.obey_with(lambda: loop.stop(shutdown_timeout))
             logger.info("%s", describe(info))
@@ -128,7 +128,7 @@ def connect(core: EngineCore, bus: Bus, info: EngineInfo, retention: float) -> E
     place = (bus, info.model, info.slot, info.incarnation)
     loop.attach(
         Intake(*place, loop.inbox, core, loop.fail),
-        Publisher(*place, clients, loop.fail, retention),
+        Outflow(*place, clients, loop.fail, retention),
         Heartbeat(bus, core, info, loop.fail),
     )
     return loop
@@ -176,6 +176,5 @@ def tokenizer_bundle(config: EngineConfig) -> TokenizerBundle:
         eos_token=files.eos_token,
         eos_token_ids=files.eos_token_ids,
         generation_config=files.generation_config,
-        # only what templates may read: other entries may be anything, such as a length of 1e30, too large for MessagePack
-        tokenizer_config={name: value for name, value in files.tokenizer_config.items() if name.endswith("_token")},
+        tokenizer_config=dict(files.tokenizer_config),
     )

@@ -11,34 +11,31 @@ import math
 import mmap
 import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from gpu.checkpoint.fields import TEXT, Fields, Rule, integer, shown
 from gpu.errors import CheckpointError
+
+ValueT = TypeVar("ValueT")
 
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 # metadata value type -> struct format
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-# fields that are used here and their types; of an array, the type of its items
-_FIELD_TYPES: dict[str, type | tuple[type]] = {
-    "general.architecture": str,
-    "general.type": str,
-    "general.alignment": int,
-    "split.count": int,
-    "tokenizer.chat_template": str,
-    "tokenizer.ggml.model": str,
-    "tokenizer.ggml.pre": str,
-    "tokenizer.ggml.tokens": (str,),
-    "tokenizer.ggml.merges": (str,),
-    "tokenizer.ggml.scores": (float,),
-    "tokenizer.ggml.token_type": (int,),
-    **{f"tokenizer.ggml.{kind}_token_id": int for kind in ("bos", "eos", "eot", "eom", "unknown", "padding")},
-    **{f"tokenizer.ggml.{flag}": bool for flag in ("add_bos_token", "add_eos_token", "add_space_prefix")},
-}
+# Bounds of a header, several times what the largest models have. More is a damaged file, which must not fill the memory.
+_MOST_HEADER_BYTES = 256 << 20
+_MOST_ITEMS = 8 << 20  # of all arrays together
+_MOST_FIELDS = _MOST_TENSORS = 1 << 16
+_MOST_SIZE = 1 << 40  # of a tensor's dimension
+
+_ALIGNMENT: Rule[int] = Rule(
+    "a power of two up to 65,536", lambda value: type(value) is int and 0 < value <= 65536 and value & (value - 1) == 0
+)
 
 
 @dataclass(frozen=True)
@@ -97,10 +94,12 @@ class GGUFFile:
     @property
     def architecture(self) -> str:
         """llama.cpp's name of the architecture, which also begins the keys of its metadata."""
-        name: str | None = self.metadata.get("general.architecture")
-        if name is None:
-            raise CheckpointError(f"{self.path} does not say its architecture (general.architecture)")
-        return name
+        return self.fields.need("general.architecture", TEXT)
+
+    @property
+    def fields(self) -> Fields:
+        """The metadata, to be read by type and range."""
+        return Fields(str(self.path), self.metadata)
 
     def read(self, offset: int, size: int) -> bytearray:
         """`size` bytes from `offset` of the file."""
@@ -121,48 +120,40 @@ class GGUFFile:
         if self.size < 24:
             raise CheckpointError(f"{self.path} is not a GGUF file: it has {self.size} bytes")
         with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            cursor = _Cursor(content)
             if content[:4] != b"GGUF":
                 raise CheckpointError(f"{self.path} is not a GGUF file: it does not begin with the letters GGUF")
-            cursor.position = 4
-            version = cursor.scalar("I")
-            if version & 0xFFFF == 0:
-                raise CheckpointError(f"{self.path} is a big-endian GGUF file, which is not supported")
-            if version not in _VERSIONS:
-                raise CheckpointError(
-                    f"{self.path} is GGUF version {version}; versions {_VERSIONS[0]} and {_VERSIONS[1]} are supported"
-                )
+            cursor = _Cursor(content, min(self.size, _MOST_HEADER_BYTES))
+            self._check_version(cursor.scalar("I"))
             try:
-                num_tensors, num_fields = cursor.scalar("Q"), cursor.scalar("Q")
-                metadata = {}
-                for _ in range(num_fields):
-                    key = cursor.string()
-                    metadata[key] = cursor.value(cursor.scalar("I"))
-                table = [_tensor_line(cursor) for _ in range(num_tensors)]
+                num_tensors, num_fields = cursor.count(_MOST_TENSORS, "tensors"), cursor.count(_MOST_FIELDS, "metadata fields")
+                metadata = _unique(
+                    ((cursor.string(), cursor.value(cursor.scalar("I"))) for _ in range(num_fields)), "metadata field"
+                )
+                table = _unique((_tensor_line(cursor) for _ in range(num_tensors)), "tensor")
             except (struct.error, EOFError):
-                raise CheckpointError(f"{self.path} is cut off: it ends inside its header") from None
+                where = (
+                    "it ends inside its header" if cursor.end == self.size else f"its header is longer than {cursor.end:,} bytes"
+                )
+                raise CheckpointError(f"{self.path} is damaged or cut off: {where}") from None
             except ValueError as error:
                 raise CheckpointError(f"the header of {self.path} is damaged: {error}") from None
             header_bytes = cursor.position
-        self._check_types(metadata)
-        alignment = metadata.get("general.alignment", 32)
-        if alignment < 1:
-            raise CheckpointError(f"the header of {self.path} is damaged: alignment {alignment}")
+        alignment = Fields(str(self.path), metadata).get("general.alignment", _ALIGNMENT) or 32
         data_start = -(-header_bytes // alignment) * alignment
         tensors = {}
-        for name, shape, type_number, offset in table:
+        for name, (shape, type_number, offset) in table.items():
+            if offset % alignment:
+                raise CheckpointError(f"the header of {self.path} is damaged: tensor {name} begins at byte {offset:,} of the data")
             tensors[name] = TensorInfo(name, shape, _tensor_type(type_number, name, self.path), data_start + offset)
         return metadata, tensors, header_bytes
 
-    def _check_types(self, metadata: dict[str, Any]) -> None:
-        for key, expected in _FIELD_TYPES.items():
-            value = metadata.get(key)
-            if isinstance(expected, tuple):
-                right = isinstance(value, list) and all(type(item) is expected[0] for item in value)
-            else:
-                right = type(value) is expected
-            if value is not None and not right:
-                raise CheckpointError(f"the metadata of {self.path} has a {key} of the wrong type")
+    def _check_version(self, version: int) -> None:
+        if version & 0xFFFF == 0:
+            raise CheckpointError(f"{self.path} is a big-endian GGUF file, which is not supported")
+        if version not in _VERSIONS:
+            raise CheckpointError(
+                f"{self.path} is GGUF version {version}; versions {_VERSIONS[0]} and {_VERSIONS[1]} are supported"
+            )
 
     def _check_extent(self) -> None:
         for tensor in self.tensors.values():
@@ -173,27 +164,36 @@ class GGUFFile:
         end = max((tensor.offset + tensor.num_bytes for tensor in self.tensors.values()), default=0)
         if end > self.size:
             raise CheckpointError(f"{self.path} is cut off: it has {self.size:,} bytes of {end:,}; download it again")
-        part_count = self.metadata.get("split.count", 1)
+        part_count = self.fields.get("split.count", integer(0, 65535)) or 1
         if part_count > 1:
             raise CheckpointError(f"{self.path} is one of {part_count} parts of a model; join them with `llama-gguf-split --merge`")
 
 
 class _Cursor:
-    """Reads little-endian values one after the other; raises EOFError or struct.error at the end of the content."""
+    """Reads little-endian values one after the other; raises EOFError or struct.error at the end of the header's bytes."""
 
-    def __init__(self, content: mmap.mmap):
+    def __init__(self, content: mmap.mmap, end: int):
         self.content = content
-        self.position = 0
+        self.end = end
+        self.position = 4  # behind the magic
+        self._items_left = _MOST_ITEMS
 
     def scalar(self, format: str) -> Any:
         (value,) = struct.unpack_from("<" + format, self.content, self.position)
         self.position += struct.calcsize("<" + format)
         return value
 
+    def count(self, most: int, of: str) -> int:
+        """Raises ValueError for more than `most`."""
+        count: int = self.scalar("Q")
+        if count > most:
+            raise ValueError(f"it counts {count:,} {of}")
+        return count
+
     def string(self) -> str:
-        length = self.scalar("Q")
-        start, self.position = self.position, self.position + length
-        if self.position > len(self.content):
+        start = self.position + 8
+        self.position = start + self.scalar("Q")
+        if self.position > self.end:
             raise EOFError
         return self.content[start : self.position].decode("utf-8", "replace")
 
@@ -201,29 +201,44 @@ class _Cursor:
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
-            item_kind, count = self.scalar("I"), self.scalar("Q")
-            if count > len(self.content):  # an item has at least a byte: do not trust a count that cannot be
-                raise EOFError
-            if item_kind in _SCALARS:
-                return self._scalars(_SCALARS[item_kind], count)
-            return [self.value(item_kind) for _ in range(count)]
+            return self._array(self.scalar("I"))
         if kind not in _SCALARS:
             raise ValueError(f"unknown metadata type {kind}")
         return self.scalar(_SCALARS[kind])
 
-    def _scalars(self, format: str, count: int) -> list[Any]:
-        values = struct.unpack_from(f"<{count}{format}", self.content, self.position)
-        self.position += struct.calcsize(f"<{count}{format}")
+    def _array(self, kind: int) -> list[Any]:
+        count = self.count(self._items_left, "items of an array")
+        self._items_left -= count
+        if kind == _STRING:
+            return [self.string() for _ in range(count)]
+        if kind not in _SCALARS:
+            raise ValueError(f"unknown type {kind} of an array's items")
+        format = f"<{count}{_SCALARS[kind]}"
+        values = struct.unpack_from(format, self.content, self.position)
+        self.position += struct.calcsize(format)
         return list(values)
 
 
-def _tensor_line(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+def _unique(pairs: Iterable[tuple[str, ValueT]], kind: str) -> dict[str, ValueT]:
+    """Raises ValueError for a name that comes twice."""
+    found: dict[str, ValueT] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"it has the {kind} {shown(name)} twice")
+        found[name] = value
+    return found
+
+
+def _tensor_line(cursor: _Cursor) -> tuple[str, tuple[tuple[int, ...], int, int]]:
+    """(name, (shape, number of the type, offset in the data))."""
     name = cursor.string()
     num_dimensions = cursor.scalar("I")
     if not 1 <= num_dimensions <= 4:
-        raise ValueError(f"tensor {name} has {num_dimensions} dimensions")
+        raise ValueError(f"tensor {shown(name)} has {num_dimensions} dimensions")
     shape = tuple(reversed([cursor.scalar("Q") for _ in range(num_dimensions)]))
-    return name, shape, cursor.scalar("I"), cursor.scalar("Q")
+    if not all(0 < size <= _MOST_SIZE for size in shape):
+        raise ValueError(f"tensor {shown(name)} has the shape {list(shape)}")
+    return name, (shape, cursor.scalar("I"), cursor.scalar("Q"))
 
 
 def _tensor_type(number: int, name: str, path: Path) -> GGMLQuantizationType:

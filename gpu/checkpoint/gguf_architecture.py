@@ -1,24 +1,29 @@
-"""What a GGUF file says of its model, in Hugging Face's terms: configuration, tensor names, order of rows. Torch-free."""
+"""What a GGUF file says of its model, in headrace's terms: configuration, tensor names, order of rows. Torch-free."""
 
 from __future__ import annotations
 
 import math
 import struct
-from typing import Any
+from collections.abc import Iterator
 
 from gguf.constants import GGMLQuantizationType
 
-from gpu.checkpoint.architecture import ARCHITECTURES
+from gpu.checkpoint.architecture import ARCHITECTURES, EPSILON, HEAD_DIM, HEADS, LAYERS, WIDTH, ArchitectureConfig
+from gpu.checkpoint.fields import TEXT, Fields, integer, number
 from gpu.checkpoint.gguf import GGUFFile
+from gpu.checkpoint.rope_scaling import FACTOR, POSITIONS, THETA, LinearScaling, Llama3Scaling, RopeScaling, yarn_scaling
 from gpu.errors import CheckpointError
 
-_HF_ARCHITECTURES = {ours: hf for hf, ours in ARCHITECTURES.items()}  # llama.cpp's names are headrace's
 _PERMUTED = ("llama", "mistral")  # llama.cpp pairs rotary dimensions (2i, 2i+1) here, Hugging Face (i, i + head_dim / 2) everywhere
+_OF_LAYERS = {
+    "attention.head_count",
+    "attention.head_count_kv",
+    "feed_forward_length",
+}  # one value, or a list with one for each layer
 
-# Llama 3.1 and later: the only constants released; the file has just the resulting factors
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-_END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+_EXPERTS = integer(0, 1 << 16)
+_FACTOR = number(0, 1e6)  # 0: none
+_ORIGINAL_LENGTH = integer(0, 2**31 - 1)  # 0: the model's own
 
 _LAYER_NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
@@ -61,111 +66,100 @@ def permuted_heads(file: GGUFFile, hf_name: str, num_heads: int, num_kv_heads: i
     return num_kv_heads if ".k_proj." in hf_name else 0
 
 
-def hf_config(file: GGUFFile) -> dict[str, Any]:
-    """The file's architecture as the config.json it was made from. Raises CheckpointError where headrace cannot run it."""
+def architecture_config(file: GGUFFile) -> ArchitectureConfig:
+    """Raises CheckpointError where headrace cannot run the file's model."""
     architecture = file.architecture
-    if file.metadata.get("general.type", "model") != "model":
-        raise CheckpointError(f"{file.path} is not a model but a GGUF file of type {file.metadata['general.type']!r}")
-    if architecture not in _HF_ARCHITECTURES:
-        known = ", ".join(_HF_ARCHITECTURES)
+    kind = file.fields.get("general.type", TEXT)
+    if kind not in (None, "model"):
+        raise CheckpointError(f"{file.path} is not a model but a GGUF file of type {kind!r}")
+    if architecture not in ARCHITECTURES.values():
+        known = ", ".join(ARCHITECTURES.values())
         raise CheckpointError(
             f"{file.path} has architecture {architecture!r}, which is not supported; headrace runs {known} GGUF files"
         )
-    if file.metadata.get(f"{architecture}.expert_count"):
+    fields = _model_fields(file)
+    if fields.get("expert_count", _EXPERTS):
         raise CheckpointError(f"{file.path} is a mixture of experts, which is not supported yet")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path} has no weights (token_embd.weight is missing): is it a vocabulary-only file?")
-    heads, hidden = _number(file, "attention.head_count"), _number(file, "embedding_length")
-    head_dim = _number(file, "attention.key_length", hidden // heads)
-    config = {
-        "architectures": [_HF_ARCHITECTURES[architecture]],
-        "vocab_size": embedding.shape[0],
-        "hidden_size": hidden,
-        "intermediate_size": _number(file, "feed_forward_length"),
-        "num_hidden_layers": _number(file, "block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": _number(file, "attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": _number(file, "context_length"),
-        "rope_theta": _number(file, "rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(file, head_dim),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": end_token_ids(file),
-    }
-    if _number(file, "rope.dimension_count", head_dim) != head_dim:
-        config["partial_rotary_factor"] = _number(file, "rope.dimension_count") / head_dim
-    return config
+    num_heads, hidden_size = fields.need("attention.head_count", HEADS), fields.need("embedding_length", WIDTH)
+    head_dim = fields.get("attention.key_length", HEAD_DIM) or hidden_size // num_heads
+    if (fields.get("rope.dimension_count", HEAD_DIM) or head_dim) != head_dim:
+        raise CheckpointError(f"{file.path}: partial rotary embedding ({fields.path}rope.dimension_count) is not supported")
+    max_positions = fields.need("context_length", POSITIONS)
+    theta = fields.get("rope.freq_base", THETA) or 10000.0
+    return ArchitectureConfig(
+        architecture=architecture,
+        vocab_size=embedding.shape[0],
+        hidden_size=hidden_size,
+        intermediate_size=fields.need("feed_forward_length", WIDTH),
+        num_layers=fields.need("block_count", LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=fields.get("attention.head_count_kv", HEADS) or num_heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.need("attention.layer_norm_rms_epsilon", EPSILON),
+        rope_theta=theta,
+        max_position_embeddings=max_positions,
+        rope_scaling=_rope_scaling(file, fields, head_dim, theta, max_positions),
+        tie_word_embeddings="output.weight" not in file.tensors,
+        attention_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
+        attention_output_bias="blk.0.attn_output.bias" in file.tensors,
+        qk_norm=architecture == "qwen3",
+    ).checked(str(file.path))
 
 
-def end_token_ids(file: GGUFFile) -> list[int]:
-    """Tokens that end a generation: end of sequence, of turn and of message, as the metadata names them.
-
-    Older files name only the first; a known end-of-turn token that the chat template writes after each turn counts too.
-    """
-    metadata = file.metadata
-    named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    tokens, template = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.chat_template", "")
-    found = [token for token in named if token is not None and token < len(tokens)]
-    found += [tokens.index(token) for token in _END_OF_TURN if token in template and token in tokens]
-    return list(dict.fromkeys(found))
-
-
-def _number(file: GGUFFile, key: str, default: Any = None) -> Any:
-    full_key = f"{file.architecture}.{key}"
-    value = file.metadata.get(full_key, default)
-    if isinstance(value, list):
-        if len(set(value)) != 1:
-            raise CheckpointError(f"{file.path} has layers that differ in {full_key}, which is not supported")
-        value = value[0]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CheckpointError(f"the metadata of {file.path} has no usable {full_key}: {value!r}")
-    return value
+def _model_fields(file: GGUFFile) -> Fields:
+    """The metadata under the architecture's name. A value that is given for each layer stands for itself where all are equal."""
+    prefix = f"{file.architecture}."
+    values = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    for key in _OF_LAYERS & values.keys():
+        if isinstance(values[key], list) and values[key]:
+            first, *others = values[key]
+            if any(other != first for other in others):
+                raise CheckpointError(f"{file.path} has layers that differ in {prefix}{key}, which is not supported")
+            values[key] = first
+    return Fields(str(file.path), values, prefix)
 
 
-def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
-    """Hugging Face's rope_scaling out of `rope.scaling.*`, or out of the frequency factors that Llama 3 files carry as a tensor."""
+def _rope_scaling(file: GGUFFile, fields: Fields, head_dim: int, theta: float, max_positions: int) -> RopeScaling | None:
+    """Out of `rope.scaling.*`, or out of the frequency factors that Llama 3 files carry as a tensor."""
     if "rope_freqs.weight" in file.tensors:
-        return _llama3_scaling(file, head_dim)
+        return _llama3_scaling(file, head_dim, theta)
     if any(name in file.tensors for name in ("rope_factors_long.weight", "rope_factors_short.weight")):
         raise CheckpointError(f"{file.path} uses LongRoPE, which is not supported")
-    kind = file.metadata.get(f"{file.architecture}.rope.scaling.type", "none")
-    factor = _number(file, "rope.scaling.factor", _number(file, "rope.scale_linear", 0.0))
-    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
+    kind = fields.get("rope.scaling.type", TEXT) or "none"
+    factor = fields.get("rope.scaling.factor", _FACTOR) or fields.get("rope.scale_linear", _FACTOR)
+    if kind == "none" or (kind == "linear" and factor in (None, 0.0, 1.0)):
         return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
+    if kind == "linear" and factor:
+        return LinearScaling(factor)
     if kind != "yarn":
         raise CheckpointError(f"{file.path} scales its rotary embedding by {kind!r}, which is not supported")
-    scaling = {"rope_type": "yarn", "factor": factor}
-    original = _number(file, "rope.scaling.original_context_length", 0)
-    if original:
-        scaling["original_max_position_embeddings"] = original
-    return scaling
+    return yarn_scaling(factor, fields.get("rope.scaling.original_context_length", _ORIGINAL_LENGTH), max_positions)
 
 
-def _llama3_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any]:
+def _llama3_scaling(file: GGUFFile, head_dim: int, theta: float) -> Llama3Scaling:
     tensor = file.tensors["rope_freqs.weight"]
     if tensor.type is not GGMLQuantizationType.F32 or tensor.shape != (head_dim // 2,):
         raise CheckpointError(f"rope_freqs.weight of {file.path} is not {head_dim // 2} float32 factors")
     factors = struct.unpack(f"<{head_dim // 2}f", file.read_rows(tensor, 0, 1))
-    scaling = {"rope_type": "llama3", "factor": round(max(factors), 4), **_LLAMA3_ROPE}
-    expected = _llama3_factors(scaling, _number(file, "rope.freq_base", 10000.0), head_dim)
+    # the only constants released; the file has just the resulting factors
+    if not FACTOR.accepts(max(factors)):
+        raise CheckpointError(
+            f"rope_freqs.weight of {file.path} has a factor of {max(factors)}, but must have {FACTOR.description}"
+        )
+    scaling = Llama3Scaling(round(max(factors), 4), low_freq_factor=1.0, high_freq_factor=4.0, original_length=8192)
+    expected = _llama3_factors(scaling, theta, head_dim)
     if any(not math.isclose(found, right, rel_tol=1e-3) for found, right in zip(factors, expected, strict=True)):
         raise CheckpointError(f"{file.path} has rotary frequency factors that are not Llama 3's, which is not supported")
     return scaling
 
 
-def _llama3_factors(scaling: dict[str, Any], theta: float, head_dim: int) -> list[float]:
+def _llama3_factors(scaling: Llama3Scaling, theta: float, head_dim: int) -> Iterator[float]:
     """By how much each frequency is divided, as Llama 3.1's `apply_scaling` defines it."""
-    original, low, high = scaling["original_max_position_embeddings"], scaling["low_freq_factor"], scaling["high_freq_factor"]
-    factors = []
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
     for index in range(head_dim // 2):
         wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
-        smooth = (original / wavelength - low) / (high - low)
-        smooth = min(1.0, max(0.0, smooth))
-        factors.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
-    return factors
+        smooth = min(1.0, max(0.0, (scaling.original_length / wavelength - low) / (high - low)))
+        yield 1 / ((1 - smooth) / scaling.factor + smooth)

@@ -6,17 +6,24 @@ regular expressions, which are therefore kept here by that name, as the models' 
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from gpu.checkpoint.gguf import GGUFFile
+from gpu.checkpoint.gguf_vocabulary import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Merges, Vocabulary
 from gpu.errors import CheckpointError
 
-# tokenizer.ggml.token_type
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+logger = logging.getLogger(__name__)
+
+# ends of a turn or a text, which llama.cpp takes for control tokens too, whatever type the file gives them
+_ENDS = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|eom_id|> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT]".split(" ")
+)
+_CONTROL_LOOK = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -60,94 +67,66 @@ _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
 }
 _IGNORE_MERGES = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}  # a piece that is a token stays whole
 _NFC = {"qwen2"}
-_ADD_BOS = _IGNORE_MERGES  # where the file does not say
 
 
-def build_tokenizer(file: GGUFFile) -> Tokenizer:
+def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     """Raises CheckpointError for a kind of tokenizer that is not known here."""
-    metadata = file.metadata
-    model, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
-    if model is None or not tokens:
-        raise CheckpointError(f"{file.path} has no tokenizer (tokenizer.ggml.model and tokens)")
-    if model == "gpt2":
-        tokenizer = _byte_level(file)
-    elif model == "llama":
-        tokenizer = _sentence_piece(file)
+    if vocabulary.model == "gpt2":
+        tokenizer, merges = _byte_level(vocabulary)
+    elif vocabulary.model == "llama":
+        tokenizer, merges = _sentence_piece(vocabulary)
     else:
         raise CheckpointError(
-            f"the tokenizer of {file.path} is of kind {model!r}; supported are 'gpt2' (byte-level BPE) and 'llama'"
+            f"{vocabulary.source} has a tokenizer of kind {vocabulary.model!r}; supported are 'gpt2' (byte-level BPE) and 'llama'"
         )
-    _add_special_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type", []))
-    tokenizer.post_processor = _post_processor(file)
+    _add_special_tokens(tokenizer, vocabulary, merges)
+    tokenizer.post_processor = _post_processor(vocabulary)
     return tokenizer
 
 
-def special_token(file: GGUFFile, kind: str) -> str | None:
-    """The text of the `kind` token ("bos", "eos", "unknown", "padding", ...), if the file names one."""
-    tokens, number = file.metadata.get("tokenizer.ggml.tokens", []), file.metadata.get(f"tokenizer.ggml.{kind}_token_id")
-    return tokens[number] if number is not None and 0 <= number < len(tokens) else None
-
-
-def adds_bos(file: GGUFFile) -> bool:
-    default = file.metadata.get("tokenizer.ggml.model") == "llama" or file.metadata.get("tokenizer.ggml.pre") in _ADD_BOS
-    return bool(file.metadata.get("tokenizer.ggml.add_bos_token", default)) and special_token(file, "bos") is not None
-
-
-def _byte_level(file: GGUFFile) -> Tokenizer:
-    name = file.metadata.get("tokenizer.ggml.pre") or "default"
+def _byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, Merges]:
+    name = vocabulary.pre
     if name not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
-        raise CheckpointError(f"{file.path} cuts text by the pre-tokenizer {name!r}, which is not known here; known are {known}")
-    lines = file.metadata.get("tokenizer.ggml.merges")
-    if lines is None:
-        raise CheckpointError(f"{file.path} has no tokenizer merges (tokenizer.ggml.merges)")
-    tokenizer = _bpe(file, [_merge(line) for line in lines], ignore_merges=name in _IGNORE_MERGES)
+        raise CheckpointError(
+            f"{vocabulary.source} cuts text by the pre-tokenizer {name!r}, which is not known here; known are {known}"
+        )
+    if vocabulary.merges is None:
+        raise CheckpointError(f"{vocabulary.source} has no tokenizer merges (tokenizer.ggml.merges)")
+    tokenizer = _bpe(vocabulary, vocabulary.merges, ignore_merges=name in _IGNORE_MERGES)
     if name in _NFC:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[name]()
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    return tokenizer, vocabulary.merges
 
 
-def _sentence_piece(file: GGUFFile) -> Tokenizer:
+def _sentence_piece(vocabulary: Vocabulary) -> tuple[Tokenizer, Merges]:
     """SentencePiece's BPE: scores for merges, U+2581 for blanks, and byte tokens for what is not in the vocabulary."""
-    lines = file.metadata.get("tokenizer.ggml.merges")
-    merges = [_merge(line) for line in lines] if lines else _merges_from_scores(file)
-    tokenizer = _bpe(file, merges, fuse_unk=True, byte_fallback=True, unk_token=special_token(file, "unknown"))
-    add_prefix = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
-    scheme = "first" if add_prefix else "never"
+    merges = vocabulary.merges or _merges_from_scores(vocabulary)
+    tokenizer = _bpe(vocabulary, merges, fuse_unk=True, byte_fallback=True, unk_token=vocabulary.special_token("unknown"))
+    scheme = "first" if vocabulary.adds_space_prefix else "never"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(content=" ", left=1)] if add_prefix else [])])
-    return tokenizer
+    strip = [decoders.Strip(content=" ", left=1)] if vocabulary.adds_space_prefix else []
+    tokenizer.decoder = decoders.Sequence([*steps, *strip])
+    return tokenizer, merges
 
 
-def _bpe(file: GGUFFile, merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
-    vocabulary = {token: index for index, token in enumerate(file.metadata["tokenizer.ggml.tokens"])}
-    for left, right in merges:  # the library panics on a merge that makes no token
-        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise CheckpointError(
-                f"the tokenizer of {file.path} is damaged: it merges {left!r} and {right!r}, which are not tokens"
-            )
-    return Tokenizer(BPE(vocab=vocabulary, merges=merges, **options))
+def _bpe(vocabulary: Vocabulary, merges: Merges, **options: Any) -> Tokenizer:
+    return Tokenizer(BPE(vocab=vocabulary.token_ids, merges=merges, **options))
 
 
-def _merge(line: str) -> tuple[str, str]:
-    left, _, right = line.partition(" ")
-    return left, right
-
-
-def _merges_from_scores(file: GGUFFile) -> list[tuple[str, str]]:
+def _merges_from_scores(vocabulary: Vocabulary) -> Merges:
     """Every way to put a token together out of two others, best score first.
 
     SentencePiece joins the pair whose result has the highest score; a merge list in that order does the same.
     """
-    tokens, scores = file.metadata["tokenizer.ggml.tokens"], file.metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise CheckpointError(f"{file.path} has neither tokenizer merges nor a score for each token")
-    rank = {token: index for index, token in enumerate(tokens)}
+    if vocabulary.scores is None:
+        raise CheckpointError(f"{vocabulary.source} has neither tokenizer merges nor a score for each token")
+    rank = vocabulary.token_ids
     merges = []
-    for token, score in zip(tokens, scores, strict=True):
+    for token, score in zip(vocabulary.tokens, vocabulary.scores, strict=True):
         halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         usable = [(left, right) for left, right in halves if left in rank and right in rank]
         usable.sort(key=lambda pair: (rank[pair[0]], rank[pair[1]]))
@@ -156,28 +135,40 @@ def _merges_from_scores(file: GGUFFile) -> list[tuple[str, str]]:
     return [(left, right) for _, left, right in merges]
 
 
-def _add_special_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
+def _add_special_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, merges: Merges) -> None:
     """Tokens that are matched in the text before anything else. Control tokens are special: decoding can leave them out."""
-    kinds = list(zip(tokens, types, strict=False))
-    tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token, kind in kinds if kind in (_UNKNOWN, _CONTROL)]
-    )
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token, kind in kinds if kind == _USER_DEFINED])
+    overlooked = _overlooked_control_tokens(vocabulary, merges)
+    kinds = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
+    special = [token for token, kind in kinds if kind in (UNKNOWN, CONTROL) or token in overlooked]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    plain = [token for token, kind in kinds if kind == USER_DEFINED and token not in overlooked]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
 
 
-def _post_processor(file: GGUFFile) -> Any:
+def _overlooked_control_tokens(vocabulary: Vocabulary, merges: Merges) -> set[str]:
+    """Control tokens that the file takes for text, as converters have written them, or that it gives no type.
+
+    Known ends of a turn are (llama.cpp takes them for control tokens too), and so is what the file names as special or its chat
+    template writes, and no merge makes: as text it would never be that token.
+    """
+    template, named = vocabulary.chat_template or "", {vocabulary.tokens[number] for number in vocabulary.ids.values()}
+    kinds = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
+    normal = (token for token, kind in kinds if kind == NORMAL)
+    marked = {token for token in normal if _CONTROL_LOOK.fullmatch(token) and (token in named or token in template)}
+    if marked:
+        marked -= {left + right for left, right in merges}
+    found = marked | {token for token, kind in kinds if token in _ENDS and kind not in (UNKNOWN, CONTROL)}
+    if found:
+        names = ", ".join(sorted(found))
+        logger.warning("%s: tokenizer.ggml.token_type calls %s text; taken for control tokens", vocabulary.source, names)
+    return found
+
+
+def _post_processor(vocabulary: Vocabulary) -> Any:
     """Puts the begin token before a text and the end token behind it, where the file asks for them."""
-    added: dict[str, tuple[str, int]] = {}
-    if adds_bos(file):
-        added["bos"] = _special(file, "bos")
-    if file.metadata.get("tokenizer.ggml.add_eos_token", False) and special_token(file, "eos") is not None:
-        added["eos"] = _special(file, "eos")
+    asked = {"bos": vocabulary.adds_bos, "eos": vocabulary.adds_eos}
+    added = {kind: (vocabulary.tokens[vocabulary.ids[kind]], vocabulary.ids[kind]) for kind, is_added in asked.items() if is_added}
     before, behind = ([added[kind][0]] if kind in added else [] for kind in ("bos", "eos"))
     single = [*before, "$A", *behind]
     pair = [f"{piece}:0" for piece in single] + [f"{piece}:1" for piece in [*before, "$B", *behind]]
     return processors.TemplateProcessing(single=single, pair=pair, special_tokens=list(added.values()))
-
-
-def _special(file: GGUFFile, kind: str) -> tuple[str, int]:
-    number = file.metadata[f"tokenizer.ggml.{kind}_token_id"]
-    return file.metadata["tokenizer.ggml.tokens"][number], number

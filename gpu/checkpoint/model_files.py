@@ -10,6 +10,7 @@ from typing import Any
 
 from gpu.errors import CheckpointError
 
+MOST_JSON_BYTES = 64 << 20
 _PART = re.compile(r"-\d{5}-of-\d{5}$")  # how llama.cpp numbers the files of a split model
 _HUB_FOLDER = re.compile(r"models--(?:.+--)?(.+)")  # the hub cache's folder of a repository: models--organisation--name
 
@@ -49,13 +50,26 @@ def model_name(path: str | Path) -> str:
     return place.name or "model"
 
 
+def read_text(path: Path, most_bytes: int = MOST_JSON_BYTES) -> str:
+    """A whole file of UTF-8. Raises CheckpointError where it is none, or longer than `most_bytes`."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise CheckpointError(f"{path} has more than {most_bytes:,} bytes, which cannot be right")
+        return content.decode("utf-8")
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """{} where the file is not there. Raises CheckpointError where it holds no JSON object."""
     if not path.is_file():
         return {}
+    text = read_text(path)
     try:
-        content = json.loads(path.read_text("utf-8"))
-    except (ValueError, OSError) as error:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object")

@@ -2,78 +2,132 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from gpu.checkpoint.architecture import VOCABULARY
+from gpu.checkpoint.fields import TEXT, Fields, Rule, integer, number, shown
 from gpu.checkpoint.gguf import GGUFFile
-from gpu.checkpoint.gguf_architecture import end_token_ids
-from gpu.checkpoint.gguf_tokenizer import build_tokenizer, special_token
-from gpu.checkpoint.model_files import find_model, read_json
+from gpu.checkpoint.gguf_tokenizer import build_tokenizer
+from gpu.checkpoint.gguf_vocabulary import Vocabulary
+from gpu.checkpoint.model_files import find_model, read_json, read_text
 from gpu.errors import CheckpointError
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-# GGUF's names of generation_config.json's sampling defaults
-_SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
+logger = logging.getLogger(__name__)
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_GGUF_KINDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+# Defaults that a model may bring along, in the ranges that requests have. Others, and values out of range, do not count.
+_SAMPLING: dict[str, Rule[Any]] = {
+    "temperature": number(0, 2),
+    "top_p": number(0, 1, above=True),
+    "top_k": integer(-1, 2**31 - 1),
+    "min_p": number(0, 1),
+    "repetition_penalty": number(0, 1e6, above=True),
+    "max_new_tokens": integer(1, 2**31 - 1),
+}
+_GGUF_SAMPLING = {  # GGUF's names of them
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+_MOST_TOKENIZER_BYTES = 256 << 20
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is str or (type(value) is dict and type(value.get("content")) is str)
+
+
+def _are_templates(value: Any) -> bool:
+    named = value if type(value) is list else []
+    fit = all(type(entry) is dict and type(entry.get("name")) is type(entry.get("template")) is str for entry in named)
+    return type(value) is str or (bool(named) and fit)
+
+
+_TOKEN: Rule[str] = Rule(
+    "text, or an object with the text as content", _is_token, lambda value: value if type(value) is str else value["content"]
+)
+_TEMPLATE: Rule[str | None] = Rule(  # of several the one named default, if any
+    "text, or a list of objects with name and template",
+    _are_templates,
+    lambda value: value if type(value) is str else {entry["name"]: entry["template"] for entry in value}.get("default"),
+)
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Fields as in engine.protocol.TokenizerBundle, which is made of this."""
+    """Fields as in engine.protocol.TokenizerBundle, which is made of this. All values are of their types and in range."""
 
     tokenizer_json: str  # of the `tokenizers` library; adds begin and end tokens as the model wants, never truncates or pads
     chat_template: str | None  # Jinja
     bos_token: str | None
     eos_token: str | None
     eos_token_ids: list[int]  # the tokenizer's own first
-    generation_config: dict[str, Any] = field(default_factory=dict)
-    tokenizer_config: dict[str, Any] = field(default_factory=dict)  # special tokens as plain strings
+    generation_config: dict[str, Any] = field(default_factory=dict)  # the model's sampling defaults, by their names in requests
+    tokenizer_config: dict[str, str] = field(default_factory=dict)  # texts of special tokens, by SPECIAL_TOKENS
 
 
 def load_tokenizer_files(path: str | Path) -> TokenizerFiles:
-    """Of a model directory or a GGUF file. Raises CheckpointError."""
+    """Of a model directory or a GGUF file. A warning tells of a wrong value that has a default. Raises CheckpointError."""
     place = find_model(path)
     return _from_directory(place) if place.is_dir() else _from_gguf(place)
 
 
 def _from_gguf(path: Path) -> TokenizerFiles:
     with GGUFFile(path) as file:
-        tokenizer = build_tokenizer(file)
-        names = zip(_SPECIAL_TOKENS, ("bos", "eos", "unknown", "padding"), strict=True)
-        tokens = {name: token for name, kind in names if (token := special_token(file, kind)) is not None}
-        ends = end_token_ids(file)
-        sampling = {ours: file.metadata.get(f"general.sampling.{theirs}") for theirs, ours in _SAMPLING.items()}
+        vocabulary = Vocabulary.read(file)
+        embedding = file.tensors.get("token_embd.weight")
+        if embedding is not None and len(vocabulary.tokens) > embedding.shape[0]:
+            raise CheckpointError(
+                f"{path} has {len(vocabulary.tokens):,} tokens (tokenizer.ggml.tokens), but embeddings of {embedding.shape[0]:,}"
+            )
+        lenient = replace(file.fields, lenient=True)
+        named = {name: vocabulary.special_token(kind) for name, kind in _GGUF_KINDS.items()}
         return TokenizerFiles(
-            tokenizer_json=tokenizer.to_str(),
-            chat_template=file.metadata.get("tokenizer.chat_template"),
-            bos_token=tokens.get("bos_token"),
-            eos_token=tokens.get("eos_token"),
-            eos_token_ids=ends,
-            generation_config={"eos_token_id": ends, **{name: value for name, value in sampling.items() if value is not None}},
-            tokenizer_config=dict(tokens),
+            tokenizer_json=build_tokenizer(vocabulary).to_str(),
+            chat_template=vocabulary.chat_template,
+            bos_token=named["bos_token"],
+            eos_token=named["eos_token"],
+            eos_token_ids=vocabulary.end_token_ids,
+            generation_config=_sampling_defaults(lenient, _GGUF_SAMPLING),
+            tokenizer_config={name: token for name, token in named.items() if token is not None},
         )
 
 
 def _from_directory(folder: Path) -> TokenizerFiles:
-    tokenizer = _read_tokenizer(folder)
-    config = _tokenizer_config(folder)
-    generation = read_json(folder / "generation_config.json")
-    ends = _end_token_ids(folder, tokenizer, config.get("eos_token"), generation)
-    template = _chat_template(folder, config.pop("chat_template", None))
+    config, model, generation = (
+        Fields(str(folder / name), read_json(folder / name), lenient=True)
+        for name in ("tokenizer_config.json", "config.json", "generation_config.json")
+    )
+    vocab_size = model.get("vocab_size", VOCABULARY)
+    tokenizer = _read_tokenizer(folder, vocab_size)
+    tokens = _special_tokens(folder, config)
     return TokenizerFiles(
         tokenizer_json=tokenizer.to_str(),
-        chat_template=template,
-        bos_token=config.get("bos_token"),
-        eos_token=config.get("eos_token"),
-        eos_token_ids=ends,
-        generation_config=generation,
-        tokenizer_config=config,
+        chat_template=_chat_template(folder, config),
+        bos_token=tokens.get("bos_token"),
+        eos_token=tokens.get("eos_token"),
+        eos_token_ids=_end_token_ids(tokenizer, vocab_size, tokens.get("eos_token"), model, generation),
+        generation_config=_sampling_defaults(generation, {name: name for name in _SAMPLING}),
+        tokenizer_config=tokens,
     )
 
 
-def _read_tokenizer(folder: Path) -> Tokenizer:
+def _sampling_defaults(fields: Fields, names: Mapping[str, str]) -> dict[str, Any]:
+    """`names`: the file's names of defaults, each with its name in requests."""
+    found = {ours: fields.get(theirs, _SAMPLING[ours]) for theirs, ours in names.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _read_tokenizer(folder: Path, vocab_size: int | None) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         other = next((name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()), None)
@@ -83,46 +137,82 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
             else ""
         )
         raise CheckpointError(f"{folder} has no tokenizer.json{hint}")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exceptions
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    text = read_text(path, _MOST_TOKENIZER_BYTES)
+    tokenizer = _parse(path, text)
+    if vocab_size is not None and _beyond(tokenizer, vocab_size):
+        tokenizer = _parse(path, _without_added_tokens(path, text, vocab_size))
+        if beyond := _beyond(tokenizer, vocab_size):
+            raise CheckpointError(f"{path} has the token {shown(beyond)}, which is none of the model's {vocab_size:,} (vocab_size)")
     tokenizer.no_truncation()  # some files carry the settings of their training run
     tokenizer.no_padding()
     return tokenizer
 
 
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, special tokens flattened to their text; those it lacks out of special_tokens_map.json."""
-    config = read_json(folder / "tokenizer_config.json")
-    config.pop("added_tokens_decoder", None)  # tokenizer.json has them, and they are long
-    for name, token in read_json(folder / "special_tokens_map.json").items():
-        config.setdefault(name, token)
-    for name, token in config.items():
-        if isinstance(token, dict) and "content" in token:
-            config[name] = token["content"]
-    return config
+def _parse(path: Path, text: str) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(text)
+    except BaseException as error:  # the library raises bare Exceptions, and its panics are not even those
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
-def _chat_template(folder: Path, configured: Any) -> str | None:
+def _beyond(tokenizer: Tokenizer, vocab_size: int) -> str | int | None:
+    """A token that the model has no embedding for, if there is one: in the vocabulary, or added to every text."""
+    token, token_id = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", 0))
+    if token_id >= vocab_size:
+        return token
+    return next((token_id for token_id in tokenizer.encode("").ids if token_id >= vocab_size), None)
+
+
+def _without_added_tokens(path: Path, text: str, vocab_size: int) -> str:
+    """tokenizer.json without the added tokens that the model has no embedding for."""
+    content = json.loads(text)
+    kept = [token for token in content["added_tokens"] if token["id"] < vocab_size]
+    lost = [token["content"] for token in content["added_tokens"] if token["id"] >= vocab_size]
+    logger.warning("%s adds %s, of which the model has no embeddings (vocab_size %d); ignored", path, shown(lost), vocab_size)
+    return json.dumps({**content, "added_tokens": kept})
+
+
+def _special_tokens(folder: Path, config: Fields) -> dict[str, str]:
+    """By SPECIAL_TOKENS, out of tokenizer_config.json; those it lacks out of special_tokens_map.json."""
+    path = folder / "special_tokens_map.json"
+    tokens: dict[str, str] = {}
+    for fields in (config, Fields(str(path), read_json(path), lenient=True)):
+        for name in SPECIAL_TOKENS:
+            if name not in tokens and (token := fields.get(name, _TOKEN)) is not None:
+                tokens[name] = token
+    return tokens
+
+
+def _chat_template(folder: Path, config: Fields) -> str | None:
     """chat_template.jinja, or what tokenizer_config.json has: one template, or several by name of which `default` serves."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text("utf-8")
-    if isinstance(configured, list):
-        named = {entry.get("name"): entry.get("template") for entry in configured if isinstance(entry, dict)}
-        configured = named.get("default")
-    if configured is None:
-        configured = read_json(folder / "chat_template.json").get("chat_template")
-    return configured if isinstance(configured, str) else None
+        return read_text(path)
+    template = config.get("chat_template", _TEMPLATE)
+    if template is None:
+        path = folder / "chat_template.json"
+        template = Fields(str(path), read_json(path), lenient=True).get("chat_template", TEXT)
+    return template
 
 
-def _end_token_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None, generation: dict[str, Any]) -> list[int]:
+def _end_token_ids(
+    tokenizer: Tokenizer, vocab_size: int | None, eos_token: str | None, model: Fields, generation: Fields
+) -> list[int]:
     """The tokenizer's, and those of generation_config.json or, where it has none, of config.json; of tokens the model has."""
-    model = read_json(folder / "config.json")
-    named = generation.get("eos_token_id")
-    if named is None:
-        named = model.get("eos_token_id")
-    candidates = [tokenizer.token_to_id(eos_token) if eos_token else None, *(named if isinstance(named, list) else [named])]
-    size = model.get("vocab_size") or tokenizer.get_vocab_size()
-    return list(dict.fromkeys(token for token in candidates if isinstance(token, int) and 0 <= token < size))
+    size = vocab_size or max(tokenizer.get_vocab().values(), default=-1) + 1
+    own = tokenizer.token_to_id(eos_token) if eos_token else None
+    named = _token_ids(generation, "eos_token_id", size) or _token_ids(model, "eos_token_id", size)
+    return list(dict.fromkeys(named if own is None else [own, *named]))
+
+
+def _token_ids(fields: Fields, name: str, vocab_size: int) -> list[int]:
+    """Hugging Face's one id, list of ids or null. A warning tells of what is no token of the model."""
+    value = fields.values.get(name)
+    items = [] if value is None else value if isinstance(value, list) else [value]
+    token = integer(0, vocab_size - 1)
+    ids = [item for item in items if token.accepts(item)]
+    if len(ids) < len(items):
+        fields.wrong(name, f"token ids of the model, each {token.description}")
+    return ids

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import asdict
 from pathlib import Path
@@ -20,15 +20,24 @@ import torch
 from numpy.typing import NDArray
 
 from gpu.checkpoint.architecture import ArchitectureConfig
+from gpu.checkpoint.fields import Fields, Rule
 from gpu.checkpoint.gguf import GGUFFile, TensorInfo
-from gpu.checkpoint.gguf_architecture import gguf_name, hf_config, permuted_heads
+from gpu.checkpoint.gguf_architecture import architecture_config, gguf_name, permuted_heads
 from gpu.checkpoint.gguf_blocks import SUPPORTED_TYPES, dequantize, elements_of_scale, in_blocks, split_blocks
 from gpu.checkpoint.model_files import find_model, read_json
 from gpu.errors import CheckpointError
 from kernels.cpu.quantized_blocks import Blocks
 
+logger = logging.getLogger(__name__)
+
 _CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB of float32, which stays in the cache
 ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")  # matrices whose columns are divided among ranks
+_WEIGHT_MAP: Rule[dict[str, str]] = Rule(
+    "an object that names for each tensor a file in the same directory",
+    lambda value: (
+        type(value) is dict and bool(value) and all(type(name) is str and Path(name).name == name for name in value.values())
+    ),
+)
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors
 
 
@@ -109,25 +118,21 @@ class SafetensorsCheckpoint(Checkpoint):
     """A directory with config.json and either model.safetensors or the shards of model.safetensors.index.json."""
 
     def __init__(self, folder: Path):
-        if not (folder / "config.json").is_file():
+        path = folder / "config.json"
+        if not path.is_file():
             raise CheckpointError(f"{folder} is not a model directory: it has no config.json")
-        config = read_json(folder / "config.json")
-        ends = read_json(folder / "generation_config.json").get("eos_token_id")
-        if ends is not None:  # they are the complete ones
-            config["eos_token_id"] = ends
-        super().__init__(ArchitectureConfig.from_hf_config(config))
+        super().__init__(ArchitectureConfig.from_hf_config(read_json(path), str(path)))
         self.folder = folder
         self._files = {path: _open_safetensors(path) for path in _safetensors_files(folder)}
         self._file_of = {name: file for file in self._files.values() for name in file.keys()}
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
-        _check_shapes(self, shapes)
+        _check_shapes(self, {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()})
+        for name in self.names():
+            if (kind := self._file_of[name].get_slice(name).get_dtype()) not in _FLOAT_TYPES:
+                known = ", ".join(_FLOAT_TYPES)
+                raise CheckpointError(f"tensor {name} of {self.describe()} has type {kind}; only {known} are supported")
 
     def _read(self, name: str, dtype: torch.dtype, rows: range, columns: range | None) -> torch.Tensor:
         source = self._file_of[name].get_slice(name)
-        if source.get_dtype() not in _FLOAT_TYPES:
-            raise CheckpointError(
-                f"tensor {name} of {self.describe()} has type {source.get_dtype()}; only {', '.join(_FLOAT_TYPES)} are supported"
-            )
         part: torch.Tensor = (
             source[rows.start : rows.stop] if columns is None else source[rows.start : rows.stop, columns.start : columns.stop]
         )
@@ -159,7 +164,7 @@ class GGUFCheckpoint(Checkpoint):
     def __init__(self, path: Path):
         self._file = GGUFFile(path)
         try:
-            super().__init__(ArchitectureConfig.from_hf_config(hf_config(self._file)))
+            super().__init__(architecture_config(self._file))
             found = {name: self._file.tensors.get(gguf_name(name)) for name in self.shapes}
             self._tensors = {name: tensor for name, tensor in found.items() if tensor is not None}
             _check_shapes(self, {name: tensor.shape for name, tensor in self._tensors.items()})
@@ -289,15 +294,20 @@ def _noise(seed: int, name: str, start: int, count: int) -> NDArray[np.float32]:
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
-    """The files that hold the weights: the index's shards where there is an index, else model.safetensors."""
-    index = folder / "model.safetensors.index.json"
+    """The files that hold the weights: the index's shards where there is an index, else model.safetensors.
+
+    An index that cannot be followed is ignored with a warning where model.safetensors stands beside it.
+    """
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise CheckpointError(f"{index} has no weight_map")
-        return [folder / name for name in sorted(set(shards.values()))]
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
+        try:
+            return _shards(index)
+        except CheckpointError as error:
+            if not whole.is_file():
+                raise
+            logger.warning("%s; %s is read instead", error, whole)
+    if whole.is_file():
+        return [whole]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
         raise CheckpointError(
             f"{folder} has its weights in pickled PyTorch files, which are not safe to load; convert them to safetensors"
@@ -305,12 +315,22 @@ def _safetensors_files(folder: Path) -> list[Path]:
     raise CheckpointError(f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json")
 
 
+def _shards(index: Path) -> list[Path]:
+    """Raises CheckpointError where one is missing."""
+    fields = Fields(str(index), read_json(index))
+    names = fields.need("weight_map", _WEIGHT_MAP).values()
+    shards = [index.parent / name for name in sorted(set(names))]
+    for shard in shards:
+        if not shard.is_file():
+            raise CheckpointError(f"{index} names the weights file {shard.name}, which is missing")
+    return shards
+
+
 def _open_safetensors(path: Path) -> Any:
     try:
         return safetensors.safe_open(path, framework="pt")
     except (safetensors.SafetensorError, OSError) as error:
-        reason = "it is missing" if not os.path.exists(path) else f"damaged or cut off ({error})"
-        raise CheckpointError(f"the weights file {path} cannot be opened: {reason}") from None
+        raise CheckpointError(f"the weights file {path} cannot be opened: damaged or cut off ({error})") from None
 
 
 def _check_shapes(checkpoint: Checkpoint, found: dict[str, tuple[int, ...]]) -> None:

@@ -29,9 +29,7 @@ class CausalLM:
             reader.check_row_parallel(num_features)
         self.config = config
         self.num_kv_heads = config.num_kv_heads // group.size  # of this rank
-        self.rotary = RotaryEmbedding(
-            config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings, reader.device
-        )
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling, reader.device)
         self.embedding, self.head = reader.embedding_and_head(
             "model.embed_tokens.weight", None if config.tie_word_embeddings else "lm_head.weight"
         )

@@ -89,7 +89,6 @@ class ModelRunner:
         return Capacity(
             max_model_len=model_config.max_position_embeddings,
             vocab_size=model_config.vocab_size,
-            eos_token_ids=list(model_config.eos_token_ids),
             dtype=str(self.numerics),
             device=self.device.type,
             weight_bytes=self.model.weight_bytes,

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from api.errors import BadRequest
 from api.request.limits import RequestLimits
-from api.request.sampling_params import ModelLimits, OutputBudget, check_budget, check_logprobs, make_sampling_params
+from api.request.sampling_params import (
+    ModelLimits,
+    OutputBudget,
+    check_budget,
+    check_logprobs,
+    make_sampling_params,
+    usable_defaults,
+)
 from api.request.schemas import CompletionRequest
 from api.text.tokenizer import TextTokenizer
+from gpu.checkpoint.tokenizer_files import load_tokenizer_files
 from gpu.plan import SamplingParams
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=49152, max_logprobs=20)
@@ -31,14 +41,33 @@ def test_openais_defaults_where_nothing_is_said(tokenizer: TextTokenizer) -> Non
 
 
 def test_the_request_wins_over_the_models_generation_config(tokenizer: TextTokenizer) -> None:
-    config = {"temperature": 0.6, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1, "eos_token_id": [2, 7]}
+    config = {"temperature": 0.6, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1}
     params = make(tokenizer, config, top_k=5, temperature=0.8)
     assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.8, 0.9, 5, 1.1)
-    assert params.eos_token_ids == [2, 7]
 
 
-def test_eos_ids_of_the_model_are_integers(tokenizer: TextTokenizer) -> None:
-    assert make(tokenizer, {"eos_token_id": [2, None, True, 7.0, "8", 9]}).eos_token_ids == [2, 9]
+@pytest.mark.parametrize(
+    ("name", "borders"),
+    [
+        ("temperature", (0, 0.0, 2, 2.0)),
+        ("top_p", (1e-9, 1, 1.0)),
+        ("top_k", (-1, 0, 2**31 - 1)),
+        ("min_p", (0, 1.0)),
+        ("repetition_penalty", (1e-9, 1e6)),
+        ("max_new_tokens", (1, 2**31 - 1)),
+    ],
+)
+def test_no_default_that_a_models_files_may_bring_is_refused(
+    name: str, borders: tuple[float, ...], tokenizer: TextTokenizer, tmp_path: Path
+) -> None:
+    """The engine ignores others where it reads the files; what it lets pass must not end in a 400 that blames the client."""
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}')
+    for value in borders:
+        (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
+        config = load_tokenizer_files(tmp_path).generation_config
+        assert config == {name: value}
+        assert usable_defaults("a model", config) == config
+        make(tokenizer, config)
 
 
 def test_greedy_needs_no_filters(tokenizer: TextTokenizer) -> None:

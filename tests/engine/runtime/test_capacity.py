@@ -15,7 +15,6 @@ def capacity(available: int, seconds_per_token: float = 0.0) -> Capacity:
     return Capacity(
         max_model_len=2048,
         vocab_size=100,
-        eos_token_ids=[2],
         dtype="float32",
         device="cpu",
         weight_bytes=0,

@@ -7,6 +7,7 @@ import json
 import os
 import struct
 import subprocess
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ import torch
 from gguf.constants import GGMLQuantizationType
 
 from gpu.checkpoint.gguf import GGUFFile
-from gpu.checkpoint.gguf_architecture import end_token_ids, gguf_name, hf_config
+from gpu.checkpoint.gguf_architecture import architecture_config, gguf_name
 from gpu.checkpoint.gguf_blocks import SUPPORTED_TYPES, dequantize, split_blocks
+from gpu.checkpoint.gguf_vocabulary import Vocabulary
+from gpu.checkpoint.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from gpu.checkpoint.tokenizer_files import load_tokenizer_files
 from gpu.checkpoint.weights import open_checkpoint
 from gpu.errors import CheckpointError
+from gpu.models.rotary import RotaryEmbedding
 from tests.gpu.checkpoint.gguf_files import HEAD_DIM, KV_HEADS, hf_tensors, write_gguf
 
 GOLDEN = json.loads(Path(__file__).with_name("ggml_blocks.json").read_text())  # made by make_ggml_blocks.py
@@ -136,7 +140,7 @@ def test_configuration_of_the_real_model(smollm2_gguf: Path) -> None:
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
     assert (config.rope_theta, config.max_position_embeddings, config.rope_scaling) == (100000.0, 8192, None)
     assert config.rms_norm_eps == pytest.approx(1e-5)
-    assert config.tie_word_embeddings and config.bos_token_id == 1 and config.eos_token_ids == (2,)
+    assert config.tie_word_embeddings
 
 
 def test_metadata_is_what_ggufs_own_reader_finds(smollm2_gguf: Path) -> None:
@@ -155,13 +159,7 @@ def test_metadata_is_what_ggufs_own_reader_finds(smollm2_gguf: Path) -> None:
             )
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = Llama3Scaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8192)
 
 
 def llama3_factors(theta: float = 500000.0, factor: float = 32.0) -> np.ndarray:
@@ -169,7 +167,8 @@ def llama3_factors(theta: float = 500000.0, factor: float = 32.0) -> np.ndarray:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters={**LLAMA3, "factor": factor, "rope_theta": theta})
+    rope = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters={**rope, "factor": factor, "rope_theta": theta})
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 1.0 / theta ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     return (plain / scaled).numpy().astype(np.float32)
@@ -180,16 +179,16 @@ def llama3_factors(theta: float = 500000.0, factor: float = 32.0) -> np.ndarray:
     [
         ({}, {}, None),
         ({"llama.rope.scaling.type": "none"}, {}, None),
-        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, {}, {"rope_type": "linear", "factor": 4.0}),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, {}, LinearScaling(4.0)),
         (
             {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0, "llama.rope.scaling.original_context_length": 32},
             {},
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+            YarnScaling(4.0, 32, magnitude=pytest.approx(1.1386294)),
         ),
         ({"llama.rope.freq_base": 500000.0}, {"rope_freqs.weight": llama3_factors}, LLAMA3),
     ],
 )
-def test_rope_scaling(metadata: dict[str, Any], extra: dict[str, Any], expected: dict[str, Any] | None, tmp_path: Path) -> None:
+def test_rope_scaling(metadata: dict[str, Any], extra: dict[str, Any], expected: RopeScaling | None, tmp_path: Path) -> None:
     made = {name: make() for name, make in extra.items()}
     with open_checkpoint(str(write_gguf(tmp_path / "model.gguf", metadata=metadata, extra=made))) as checkpoint:
         assert checkpoint.config.rope_scaling == expected
@@ -197,10 +196,15 @@ def test_rope_scaling(metadata: dict[str, Any], extra: dict[str, Any], expected:
 
 def test_end_tokens(tmp_path: Path) -> None:
     tokens = ["<s>", "</s>", "<|im_end|>", "<|eot_id|>", *(f"t{index}" for index in range(36))]
-    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.eot_token_id": 5}
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.eot_token_id": 5,
+    }
     metadata["tokenizer.chat_template"] = "{{ messages[0].content }}<|im_end|>"
     with GGUFFile(write_gguf(tmp_path / "model.gguf", metadata=metadata)) as file:
-        assert end_token_ids(file) == [1, 5, 2]
+        assert Vocabulary.read(file).end_token_ids == [1, 5, 2]
 
 
 WRONG_METADATA = [
@@ -209,15 +213,33 @@ WRONG_METADATA = [
     ({"split.count": 3}, {}, (), "is one of 3 parts of a model"),
     ({"llama.rope.dimension_count": 8}, {}, (), "partial rotary embedding"),
     ({"llama.rope.scaling.type": "longrope"}, {}, (), "scales its rotary embedding by 'longrope'"),
-    ({"llama.attention.head_count": "four"}, {}, (), "no usable llama.attention.head_count: 'four'"),
+    ({"llama.attention.head_count": "four"}, {}, (), 'model.gguf: llama.attention.head_count is "four", but must be an integer'),
+    ({"llama.attention.head_count": 0}, {}, (), "llama.attention.head_count is 0, but must be an integer from 1 to 65,536"),
+    ({"llama.embedding_length": 0}, {}, (), "llama.embedding_length is 0, but must be"),
+    ({"llama.attention.key_length": 0}, {}, (), "llama.attention.key_length is 0, but must be an integer from 2"),
+    ({"llama.embedding_length": 3}, {}, (), "rotary embedding needs an even head_dim, not 0"),
+    (
+        {"llama.attention.layer_norm_rms_epsilon": float("nan")},
+        {},
+        (),
+        "layer_norm_rms_epsilon is NaN, but must be a number from 0 to 1",
+    ),
+    ({"llama.rope.freq_base": 0.0}, {}, (), "llama.rope.freq_base is 0.0, but must be a number above 1"),
+    (
+        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": -2.0},
+        {},
+        (),
+        "llama.rope.scaling.factor is -2.0, but must be",
+    ),
+    ({"general.alignment": 48}, {}, (), "general.alignment is 48, but must be a power of two"),
     ({"llama.attention.head_count_kv": [2, 1]}, {}, (), "layers that differ in llama.attention.head_count_kv"),
-    ({"tokenizer.ggml.tokens": [1, 2]}, {}, (), "has a tokenizer.ggml.tokens of the wrong type"),
-    ({"tokenizer.ggml.eos_token_id": [1]}, {}, (), "has a tokenizer.ggml.eos_token_id of the wrong type"),
-    ({"split.count": "3"}, {}, (), "has a split.count of the wrong type"),
-    ({"llama.block_count": 1 << 31}, {}, (), "num_layers of 2,147,483,648 cannot be right"),
+    ({"split.count": "3"}, {}, (), 'split.count is "3", but must be an integer'),
+    ({"llama.block_count": 1 << 31}, {}, (), "llama.block_count is 2147483648, but must be an integer from 1 to 4,096"),
     ({"llama.attention.head_count_kv": 3}, {}, (), "4 attention heads cannot share 3 key-value heads"),
     ({}, {"rope_freqs.weight": np.full(8, 2.0, np.float32)}, (), "not Llama 3's"),
-    ({}, {}, ("llama.embedding_length",), "no usable llama.embedding_length"),
+    ({}, {"rope_freqs.weight": np.zeros(8, np.float32)}, (), "has a factor of 0.0, but must have a number above 0"),
+    ({}, {"rope_freqs.weight": np.full(8, np.nan, np.float32)}, (), "has a factor of nan"),
+    ({}, {}, ("llama.embedding_length",), "has no llama.embedding_length; it must be an integer"),
     ({}, {}, ("model.layers.1.mlp.up_proj.weight",), "no tensor 'model.layers.1.mlp.up_proj.weight'"),
     ({}, {}, ("model.embed_tokens.weight",), "is it a vocabulary-only file"),
     ({"llama.feed_forward_length": 100}, {}, (), r"has shape \[96, 64\], but its configuration asks for \[100, 64\]"),
@@ -237,10 +259,10 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     with GGUFFile(write_gguf(tmp_path / "model.gguf", metadata={"general.name": "x"})) as file:
         file.metadata["general.architecture"] = "mamba"
         with pytest.raises(CheckpointError, match=r"architecture 'mamba', which is not supported; headrace runs llama"):
-            hf_config(file)
+            architecture_config(file)
         del file.metadata["general.architecture"]
-        with pytest.raises(CheckpointError, match="does not say its architecture"):
-            hf_config(file)
+        with pytest.raises(CheckpointError, match=r"has no general\.architecture"):
+            architecture_config(file)
 
 
 def test_an_unsupported_quantization_is_named(tmp_path: Path) -> None:
@@ -266,7 +288,8 @@ DAMAGE = [
     (lambda content: _overwrite(content, 4, "<I", 9), "is GGUF version 9"),
     (lambda content: content[:700], "ends inside its header"),
     (lambda content: _overwrite(content, 24, "<Q", 1 << 60), "ends inside its header"),  # length of the first key
-    (lambda content: _overwrite(content, 16, "<Q", 1 << 40), "is damaged|ends inside its header"),  # number of metadata fields
+    (lambda content: _overwrite(content, 16, "<Q", 1 << 40), "it counts 1,099,511,627,776 metadata fields"),
+    (lambda content: _overwrite(content, 8, "<Q", 1 << 63), "it counts 9,223,372,036,854,775,808 tensors"),
     (lambda content: content[:-100], "is cut off: it has .* bytes of .*; download it again"),
 ]
 
@@ -278,6 +301,88 @@ def test_damaged_files_are_refused(damage: Any, message: str, tmp_path: Path) ->
     path.write_bytes(damage(content))
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(str(path))
+
+
+# a tensor table's line: its shape, and where its data begins
+TENSOR_DAMAGE = [
+    ({"shape": (0, 64)}, r"has the shape \[0, 64\]"),
+    ({"shape": (1 << 63, 64)}, "has the shape"),  # -2**63 where sizes are signed
+    ({"shape": ()}, "has 0 dimensions"),
+    ({"shape": (1,) * 5}, "has 5 dimensions"),
+    ({"shape": (1 << 39, 64)}, "is cut off: it has .* bytes of"),
+    ({"shape": (64,)}, "has shape|is cut off"),
+    ({"offset": 1 << 40}, "is cut off: it has .* bytes of"),
+    ({"offset": (1 << 64) - 32}, "is cut off: it has .* bytes of"),
+    ({"offset": 17}, "begins at byte 17 of the data"),
+    ({"kind": 99}, r"type that is not known here \(number 99\)"),
+    ({"name": "blk.0.attn_k.weight"}, 'has the tensor "blk.0.attn_k.weight" twice'),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), TENSOR_DAMAGE)
+def test_damaged_lines_of_the_tensor_table_are_refused(line: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf")
+    with GGUFFile(path) as file:
+        tensor = file.tensors["blk.1.ffn_up.weight"]
+        offset = tensor.offset - min(other.offset for other in file.tensors.values())
+    right = {"name": tensor.name, "shape": tensor.shape, "kind": tensor.type, "offset": offset}
+    content = path.read_bytes()
+    assert _table_line(**right) in content
+    path.write_bytes(content.replace(_table_line(**right), _table_line(**{**right, **line})))
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(str(path))
+
+
+def _header(*fields: bytes) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(fields)) + b"".join(fields)
+
+
+def _array(key: str, kind: int, count: int, items: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(key)) + key.encode() + struct.pack("<IIQ", 9, kind, count) + items
+
+
+HUGE = [
+    (_header(_array("a", 2, 1 << 31)), "it counts 2,147,483,648 items of an array"),  # 60 GB as Python's integers
+    (_header(_array("a", 2, 5 << 20, bytes(10 << 20)), _array("b", 2, 5 << 20)), "items of an array"),
+    (_header(_array("a", 8, 1 << 20)), "its header is longer than 268,435,456 bytes"),  # a text of which is as long as the file
+    (_header(*[_array("a", 9, 1)[:-8] + struct.pack("<QIQ", 1, 9, 1) for _ in range(1)]), "unknown type 9 of an array's items"),
+    (_header(_array("a", 0, 0), _array("a", 0, 0)), 'has the metadata field "a" twice'),
+]
+
+
+@pytest.mark.parametrize(("header", "message"), HUGE)
+def test_a_header_takes_bounded_memory(header: bytes, message: str, tmp_path: Path) -> None:
+    """Of files that are long enough for whatever their headers claim (sparse ones, of 20 GB)."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(header + struct.pack("<Q", 10 << 30))
+    os.truncate(path, 20 << 30)
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match=message):
+        GGUFFile(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 500 << 20
+
+
+NASTY = [0, -1, 1, 3, 2.0, 1.5, 1e300, float("nan"), float("inf"), "", "x", True, False, [], [None], [1, 2], 1 << 40, 1 << 70]
+
+
+def test_no_metadata_value_does_more_than_refuse(tmp_path: Path) -> None:
+    """Whatever a number, flag or list is, the model opens, or is refused with file, key and value."""
+    refused = 0
+    with GGUFFile(write_gguf(tmp_path / "model.gguf", metadata={"llama.rope.scaling.type": "yarn"})) as file:
+        right = dict(file.metadata)
+        own = [key for key in right if key.startswith("llama.")]
+        for key in [*own, "llama.attention.key_length", "llama.rope.scaling.factor", "llama.rope.scaling.original_context_length"]:
+            for value in NASTY:
+                file.metadata = {**right, key: value}
+                try:
+                    config = architecture_config(file)
+                    RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling, torch.device("cpu"))
+                except CheckpointError as error:
+                    refused += 1
+                    assert str(file.path) in str(error)
+    assert refused > 150
 
 
 def test_every_cut_of_a_header_is_refused(tmp_path: Path) -> None:

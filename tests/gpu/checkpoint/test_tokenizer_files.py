@@ -155,7 +155,7 @@ def test_chat_template_and_special_tokens_of_the_demo_model(smollm2_gguf: Path) 
     theirs, files = transformers_tokenizer(smollm2_gguf), load_tokenizer_files(smollm2_gguf)
     assert files.chat_template == theirs.chat_template
     assert (files.bos_token, files.eos_token) == (theirs.bos_token, theirs.eos_token) == ("<|im_start|>", "<|im_end|>")
-    assert files.eos_token_ids == [2] and files.generation_config == {"eos_token_id": [2]}
+    assert files.eos_token_ids == [2] and files.generation_config == {}
     conversation = [
         {"role": "user", "content": "Hi  2 🎉"},
         {"role": "assistant", "content": "é"},
@@ -208,7 +208,8 @@ def make_gguf(some_of_smollm2: dict[str, Any], tmp_path: Path) -> Callable[..., 
     def make(architecture: str = "llama", **fields: Any) -> Path:
         metadata = some_of_smollm2 | {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
         given = {key: value for key, value in metadata.items() if value is not None}
-        return write_gguf(tmp_path / f"{architecture}.gguf", architecture, metadata=given)
+        embedding = {"model.embed_tokens.weight": np.zeros((NUM_TOKENS, HIDDEN), np.float32)}
+        return write_gguf(tmp_path / f"{architecture}.gguf", architecture, hf_tensors(architecture) | embedding, metadata=given)
 
     return make
 
@@ -264,6 +265,51 @@ def test_user_defined_tokens_stay_whole_and_are_text(make_gguf: Callable[..., Pa
     assert tokenizer.decode([104, 4, 105, 2]) == "x<reponame>y"
 
 
+@pytest.mark.parametrize("types", ["end", "none", "short", "wrong"])
+def test_control_tokens_that_the_file_calls_text_are_one_token_all_the_same(
+    types: str, make_gguf: Callable[..., Path], some_of_smollm2: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """llama.cpp does so with `<|im_end|>`. It cuts a `<|im_start|>` without a type, which no model has seen in pieces."""
+    right = some_of_smollm2["tokenizer.ggml.token_type"]
+    given = {"end": [*right[:2], 1, *right[3:]], "none": None, "short": right[:-1], "wrong": [1.0] * len(right)}[types]
+    expected = tokenizer_of(make_gguf()).encode("<|im_start|>user\nhi<|im_end|>\n<|endoftext|>").ids
+    assert not caplog.messages and (expected[0], expected[-3], expected[-1]) == (1, 2, 0)
+    tokenizer = tokenizer_of(make_gguf(token_type=given))
+    assert tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|endoftext|>").ids == expected
+    assert tokenizer.decode(expected) == "user\nhi\n"
+    assert "tokenizer.ggml.token_type calls " in caplog.text and "<|im_end|>" in caplog.text
+    assert tokenizer.encode("<gh_stars>").ids != tokenizer_of(make_gguf()).encode("<gh_stars>").ids or types == "end"
+
+
+def test_text_that_only_looks_like_a_control_token_stays_text(make_gguf: Callable[..., Path]) -> None:
+    """No merge makes the token, but neither does the file name it nor the template write it: llama.cpp cuts it too."""
+    tokenizer = tokenizer_of(make_gguf(token_type=None))
+    assert len(tokenizer.encode("<repo_name>").ids) > 1
+
+
+@pytest.mark.parametrize("merges", [["a zzz"], ["azzz"], ["th ere", ""], ["zz zz", "a"]])
+def test_merges_of_what_is_no_token_are_ignored_with_a_warning(
+    merges: list[str], make_gguf: Callable[..., Path], some_of_smollm2: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    right = some_of_smollm2["tokenizer.ggml.merges"]
+    whole, more = (tokenizer_of(make_gguf(merges=merges)) for merges in (right, [*merges, *right]))
+    for text in TEXTS:
+        assert more.encode(text).ids == whole.encode(text).ids
+    (warning,) = caplog.messages
+    assert (
+        f"tokenizer.ggml.merges has {len(merges)} merges of or to what is no token" in warning and json.dumps(merges[0]) in warning
+    )
+
+
+def test_special_ids_of_no_token_are_ignored_with_a_warning(
+    make_gguf: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    files = load_tokenizer_files(make_gguf(bos_token_id=NUM_TOKENS, eos_token_id=1 << 31, unknown_token_id="x", add_bos_token=3))
+    assert (files.bos_token, files.eos_token) == (None, None)
+    for field in ("bos_token_id is 3000", "eos_token_id is", 'unknown_token_id is "x"', "add_bos_token is 3"):
+        assert f"tokenizer.ggml.{field}" in caplog.text
+
+
 def test_end_tokens(make_gguf: Callable[..., Path]) -> None:
     files = load_tokenizer_files(make_gguf(eos_token_id=0, eot_token_id=5, eom_token_id=NUM_TOKENS))
     assert files.eos_token == "<|endoftext|>"
@@ -273,7 +319,7 @@ def test_end_tokens(make_gguf: Callable[..., Path]) -> None:
 def test_sampling_defaults(tmp_path: Path) -> None:
     tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b", "ab"], "tokenizer.ggml.merges": ["a b"]}
     path = write_gguf(tmp_path / "sampling.gguf", metadata={**tokens, "general.sampling.temp": 0.5, "general.sampling.top_k": 20})
-    assert load_tokenizer_files(path).generation_config == {"eos_token_id": [], "temperature": 0.5, "top_k": 20}
+    assert load_tokenizer_files(path).generation_config == {"temperature": 0.5, "top_k": 20}
 
 
 @pytest.mark.parametrize(
@@ -281,12 +327,14 @@ def test_sampling_defaults(tmp_path: Path) -> None:
     [
         ({"model": None}, "has no tokenizer"),
         ({"tokens": None}, "has no tokenizer"),
-        ({"model": "t5"}, "is of kind 't5'; supported are"),
+        ({"model": "t5"}, "has a tokenizer of kind 't5'; supported are"),
         ({"pre": "martian"}, "the pre-tokenizer 'martian', which is not known here; known are default, gpt-2"),
         ({"merges": None}, "has no tokenizer merges"),
-        ({"merges": ["a zzz"]}, "is damaged: it merges 'a' and 'zzz', which are not tokens"),
-        ({"merges": ["azzz"]}, "is damaged: it merges 'azzz' and '', which are not tokens"),
         ({"model": "llama", "merges": None}, "neither tokenizer merges nor a score for each token"),
+        ({"model": "llama", "merges": None, "scores": [0.0]}, "neither tokenizer merges nor a score for each token"),
+        ({"tokens": [1, 2]}, "tokenizer.ggml.tokens is .*, but must be a list, each item text"),
+        ({"merges": [1.0]}, "tokenizer.ggml.merges is .*, but must be a list, each item text"),
+        ({"pre": 3}, "tokenizer.ggml.pre is 3, but must be text"),
     ],
 )
 def test_tokenizers_that_cannot_be_rebuilt_are_refused(
@@ -381,8 +429,8 @@ def test_special_tokens_by_name(folder: Path) -> None:
     configure(folder, "config.json", eos_token_id=0)
     files = load_tokenizer_files(folder)
     assert (files.bos_token, files.eos_token, files.eos_token_ids) == ("<s>", "</s>", [4, 5])
-    assert files.tokenizer_config == {"bos_token": "<s>", "eos_token": "</s>", "model_max_length": 9}
-    assert files.generation_config == {"eos_token_id": [5, 4], "temperature": 0.6}
+    assert files.tokenizer_config == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert files.generation_config == {"temperature": 0.6}
 
 
 def test_the_models_configuration_names_the_end_where_nothing_else_does(folder: Path) -> None:
@@ -413,7 +461,7 @@ def test_where_the_chat_template_comes_from(folder: Path) -> None:
     assert load_tokenizer_files(folder).chat_template == "several"
     configure(folder, chat_template="one")
     files = load_tokenizer_files(folder)
-    assert files.chat_template == "one" and "chat_template" not in files.tokenizer_config
+    assert files.chat_template == "one"
     (folder / "chat_template.jinja").write_text("file")
     assert load_tokenizer_files(folder).chat_template == "file"
 
@@ -425,6 +473,10 @@ def test_what_is_wrong_with_a_directory_is_said(folder: Path) -> None:
     (folder / "generation_config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match=r"generation_config\.json is not a JSON object"):
         load_tokenizer_files(folder)
+    configure(folder, "generation_config.json")
+    (folder / "chat_template.jinja").write_bytes(b"{{ '\xff' }}")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja cannot be read"):
+        load_tokenizer_files(folder)
     (folder / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         load_tokenizer_files(folder)
@@ -433,6 +485,114 @@ def test_what_is_wrong_with_a_directory_is_said(folder: Path) -> None:
         load_tokenizer_files(folder)
 
 
+DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "top_k": 50, "min_p": 0.0, "repetition_penalty": 1, "max_new_tokens": 100}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 5.0),
+        ("temperature", "0.7"),
+        ("temperature", -0.1),
+        ("temperature", True),
+        ("temperature", float("nan")),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", 50.0),
+        ("top_k", -2),
+        ("top_k", 1 << 40),
+        ("min_p", [0.1]),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", float("inf")),
+        ("max_new_tokens", 0),
+        ("max_new_tokens", "20"),
+    ],
+)
+def test_a_sampling_default_that_cannot_be_is_ignored_with_a_warning(
+    name: str, value: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    configure(folder, "generation_config.json", **{**DEFAULTS, name: value}, do_sample=True, transformers_version="5.0")
+    assert load_tokenizer_files(folder).generation_config == {key: right for key, right in DEFAULTS.items() if key != name}
+    (warning,) = caplog.messages
+    assert f"generation_config.json: {name} is {json.dumps(value)}, but must be" in warning
+
+
+def test_right_sampling_defaults_are_taken_as_they_are(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    configure(folder, "generation_config.json", **DEFAULTS, eos_token_id=4, do_sample=None)
+    assert load_tokenizer_files(folder).generation_config == DEFAULTS
+    assert not caplog.messages
+
+
+def test_gguf_sampling_defaults_are_checked_too(make_gguf: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    path = make_gguf(eos_token_id=2)
+    metadata = {"general.sampling.temp": 5.0, "general.sampling.top_k": 20.0, "general.sampling.min_p": 0.5}
+    with GGUFFile(path) as file:
+        metadata |= file.metadata
+    write_gguf(path, metadata=metadata, tensors=hf_tensors("llama") | {"model.embed_tokens.weight": np.zeros((NUM_TOKENS, HIDDEN))})
+    assert load_tokenizer_files(path).generation_config == {"min_p": 0.5}
+    assert "general.sampling.temp is 5.0, but must be a number from 0 to 2" in caplog.text
+    assert "general.sampling.top_k is 20.0, but must be an integer" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("generation", "model", "ends", "warned"),
+    [
+        ([2, None], None, [4, 2], ["generation_config.json: eos_token_id is [2, null]"]),
+        (2.0, 5, [4, 5], ["generation_config.json: eos_token_id is 2.0"]),
+        (True, None, [4], ["generation_config.json: eos_token_id is true"]),
+        (
+            "</s>",
+            [True, 5, "x"],
+            [4, 5],
+            ["generation_config.json: eos_token_id is", 'config.json: eos_token_id is [true, 5, "x"]'],
+        ),
+        ([], 5, [4, 5], []),
+        ([[5]], None, [4], ["generation_config.json: eos_token_id is [[5]]"]),
+        (6, None, [4], ["generation_config.json: eos_token_id is 6"]),
+    ],
+)
+def test_end_tokens_that_cannot_be_are_ignored_with_a_warning(
+    generation: Any, model: Any, ends: list[int], warned: list[str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    configure(folder, eos_token="</s>")
+    configure(folder, "generation_config.json", eos_token_id=generation)
+    configure(folder, "config.json", eos_token_id=model, vocab_size=6)
+    assert load_tokenizer_files(folder).eos_token_ids == ends
+    assert len(caplog.messages) == len(warned)
+    for start, message in zip(warned, caplog.messages, strict=True):
+        assert start in message and "token ids of the model, each an integer from 0 to 5" in message
+
+
+def test_special_tokens_that_are_no_text_are_ignored_with_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    configure(folder, bos_token=3, eos_token={"content": 4}, pad_token="[UNK]", add_bos_token=True, chat_template=["x"])
+    configure(folder, "special_tokens_map.json", bos_token="<s>")
+    files = load_tokenizer_files(folder)
+    assert files.tokenizer_config == {"pad_token": "[UNK]", "bos_token": "<s>"}
+    assert (files.bos_token, files.eos_token, files.chat_template) == ("<s>", None, None)
+    for name in ("bos_token is 3", 'eos_token is {"content": 4}', 'chat_template is ["x"]'):
+        assert f"tokenizer_config.json: {name}, but must be" in caplog.text
+
+
+def test_added_tokens_beyond_the_models_vocabulary_are_text(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As after a training run that added a token for padding, and embeddings for it to nothing."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<pad>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    configure(folder, "config.json", vocab_size=6)
+    configure(folder, pad_token="<pad>")
+    files = load_tokenizer_files(folder)
+    assert Tokenizer.from_str(files.tokenizer_json).encode("hello <pad>").ids == [0, 2, 2, 2]
+    assert 'tokenizer.json adds ["<pad>"], of which the model has no embeddings (vocab_size 6)' in caplog.text
+    configure(folder, "config.json", vocab_size=2)
+    with pytest.raises(CheckpointError, match=r'tokenizer\.json has the token "<eot>", which is none of the model\'s 2'):
+        load_tokenizer_files(folder)
+
+
+def test_more_tokens_than_embeddings_are_refused(make_gguf: Callable[..., Path], some_of_smollm2: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"has 3,001 tokens \(tokenizer\.ggml\.tokens\), but embeddings of 3,000"):
+        load_tokenizer_files(make_gguf(tokens=[*some_of_smollm2["tokenizer.ggml.tokens"], "one more"]))
+
+
 def test_torch_is_not_loaded() -> None:
-    code = "import sys, gpu.tokenizer_files; assert 'torch' not in sys.modules"
+    code = "import sys, gpu.checkpoint.tokenizer_files; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -16,10 +18,19 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from gpu.checkpoint.architecture import ArchitectureConfig
+from gpu.checkpoint.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from gpu.checkpoint.weights import DummyCheckpoint, open_checkpoint
 from gpu.errors import CheckpointError
+from gpu.models.rotary import RotaryEmbedding
 from tests.gpu.checkpoint.gguf_files import HEADS, HIDDEN, KV_HEADS, LAYERS, MIDDLE, VOCAB, hf_tensors, write_gguf
 
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": VOCAB,
@@ -78,7 +89,6 @@ def test_the_same_weights_from_gguf_and_from_what_transformers_made_of_it(smollm
         assert quantized.names() == restored.names()
         for name in quantized.names():
             assert torch.equal(quantized.tensor(name, torch.float32), restored.tensor(name, torch.float32)), name
-        assert quantized.config.eos_token_ids == restored.config.eos_token_ids
         assert quantized.config.rope_theta == restored.config.rope_theta
         assert quantized.config.head_dim == restored.config.head_dim
 
@@ -142,6 +152,24 @@ def _without(name: str) -> Callable[[Path], None]:
     return change
 
 
+def _integers(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        save_file({**tensors, name: tensors[name].astype(np.int8)}, folder / "model.safetensors")
+
+    return change
+
+
+def _index(content: str) -> Callable[[Path], None]:
+    """The weights in shards that `content` names, or does not."""
+
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "weights.safetensors")
+        (folder / "model.safetensors.index.json").write_text(content)
+
+    return change
+
+
 def _pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -155,11 +183,16 @@ WRONG = [
     (_pickled, "has its weights in pickled PyTorch files"),
     (_write("model.safetensors", "x"), "cannot be opened: damaged or cut off"),
     (_cut, "cannot be opened: damaged or cut off"),
-    (_write("model.safetensors.index.json", "{}"), "has no weight_map"),
-    (
-        _write("model.safetensors.index.json", '{"weight_map": {"a": "gone.safetensors"}}'),
-        "gone.safetensors cannot be opened: it is missing",
-    ),
+    (_index("{}"), "index.json has no weight_map; it must be an object that names for each tensor a file"),
+    (_index('{"weight_map": {}}'), "index.json: weight_map is {}, but must be an object"),
+    (_index('{"weight_map": {"a": "../b.safetensors"}}'), "weight_map is .* but must be an object that names"),
+    (_index('{"weight_map": {"a": "b", "c": 3}}'), "weight_map is .* but must be"),
+    (_index('{"weight_map": {"a": "gone.safetensors"}}'), "index.json names the weights file gone.safetensors, which is missing"),
+    (_index("{"), "index.json cannot be read"),
+    (_index("[" * 100_000), "index.json cannot be read"),
+    (lambda folder: (folder / "config.json").write_bytes(b'{"a": "\xff"}'), "config.json cannot be read"),
+    (lambda folder: os.truncate(folder / "config.json", 1 << 40), "config.json has more than 67,108,864 bytes"),
+    (_integers("model.norm.weight"), "tensor model.norm.weight of .* has type I8; only F64"),
     (_without("model.norm.weight"), "has no tensor 'model.norm.weight', which a llama model of its configuration needs"),
     (_configure(intermediate_size=95), r"has shape \[96, 64\], but its configuration asks for \[95, 64\]"),
     (_configure(tie_word_embeddings=False), "has no tensor 'lm_head.weight'"),
@@ -174,11 +207,24 @@ WRONG = [
     (_configure(partial_rotary_factor=0.5), "partial_rotary_factor"),
     (_configure(rope_scaling={"rope_type": "longrope"}), "rotary embedding of type 'longrope' is not supported"),
     (_configure(num_key_value_heads=3), "4 attention heads cannot share 3 key-value heads"),
-    (_configure(hidden_size=None), "config.json has no usable 'hidden_size': None"),
-    (_configure(rope_scaling="yarn"), "config.json has a value that cannot be read"),
-    (_configure(eos_token_id=["2"]), "config.json has a value that cannot be read"),
-    (_configure(num_hidden_layers=0), "num_layers must be a positive integer"),
+    (_configure(hidden_size=None), "config.json has no hidden_size; it must be an integer from 1"),
+    (_configure(hidden_size=64.0), "config.json: hidden_size is 64.0, but must be an integer"),
+    (_configure(num_hidden_layers=0), "num_hidden_layers is 0, but must be an integer from 1 to 4,096"),
     (_configure(head_dim=15), "even head_dim"),
+    (_configure(head_dim=0), "config.json: head_dim is 0, but must be an integer from 2"),
+    (_configure(num_key_value_heads=True), "num_key_value_heads is true, but must be an integer"),
+    (_configure(tie_word_embeddings="yes"), 'tie_word_embeddings is "yes", but must be true or false'),
+    (_configure(architectures="LlamaForCausalLM"), 'architectures is "LlamaForCausalLM", but must be a list, each item text'),
+    (_configure(rms_norm_eps="1e-5"), 'rms_norm_eps is "1e-5", but must be a number from 0 to 1'),
+    (_configure(rope_theta=0), "rope_theta is 0, but must be a number above 1"),
+    (_configure(rope_scaling="yarn"), 'config.json: rope_scaling is "yarn", but must be an object'),
+    (_configure(rope_scaling={"type": "linear"}), r"config.json has no rope_scaling\.factor; it must be a number above 0"),
+    (_configure(rope_scaling={"type": "yarn"}), r"config.json has no rope_scaling\.factor; it must be a number above 0"),
+    (_configure(rope_parameters={"rope_type": "llama3", "factor": 8}), r"has no rope_parameters\.low_freq_factor"),
+    (_configure(rope_scaling={**LLAMA3_ROPE, "high_freq_factor": 1.0}), "high_freq_factor is 1.0, but must be above"),
+    (_configure(rope_scaling={**LLAMA3_ROPE, "factor": "8"}), r'rope_scaling\.factor is "8", but must be a number'),
+    (_configure(rope_scaling={**LLAMA3_ROPE, "original_max_position_embeddings": 0}), "original_max_position_embeddings is 0, but"),
+    (_configure(rope_parameters={"full_attention": {"rope_type": "default"}}), r"rope_parameters\.full_attention is of some"),
 ]
 
 
@@ -199,13 +245,74 @@ def test_an_empty_directory_and_a_stray_file(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path / "model.txt"))
 
 
-def test_integer_weights_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("index", ['{"weight_map": {"model.norm.weight": "gone.safetensors"}}', "{}", "no JSON"])
+def test_an_index_that_leads_nowhere_is_ignored_beside_the_whole(
+    index: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = write_directory(tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"] = np.ones(HIDDEN, np.int8)
-    save_file(tensors, folder / "model.safetensors")
-    with open_checkpoint(str(folder)) as checkpoint, pytest.raises(CheckpointError, match="has type I8; only F64"):
-        checkpoint.tensor("model.norm.weight", torch.float32)
+    (folder / "model.safetensors.index.json").write_text(index)
+    with open_checkpoint(str(folder)) as checkpoint:
+        assert np.array_equal(checkpoint.tensor("model.norm.weight", torch.float32), hf_tensors("llama")["model.norm.weight"])
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "model.safetensors.index.json" in warning and warning.endswith("model.safetensors is read instead")
+
+
+def test_no_single_wrong_byte_of_safetensors_does_more_than_refuse(tmp_path: Path) -> None:
+    """Whatever the byte of the header, the model opens, or is refused with the file's name."""
+    folder = write_directory(tmp_path / "model")
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")
+    refused = 0
+    for position in [*range(8), *np.random.default_rng(0).permutation(np.arange(8, size))[:200].tolist()]:
+        for value in (0, 255, ord("9"), ord("-")):
+            path.write_bytes(content[:position] + bytes([value]) + content[position + 1 :])
+            try:
+                with open_checkpoint(str(folder)) as checkpoint:
+                    checkpoint.tensor("model.norm.weight", torch.float32)
+            except CheckpointError as error:
+                refused += 1
+                assert str(folder) in str(error)
+    assert refused > 400
+
+
+KINDS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+NASTY = [0, -1, 1, 3, 2.0, 1.5, 1e300, float("nan"), float("inf"), "", "x", True, False, [], [None], {}, {"a": {}}]
+NASTY += [1 << 40, 1 << 70]
+
+
+def test_no_value_of_the_configuration_does_more_than_refuse() -> None:
+    """Whatever a field's value is, the model can be made, or is refused with the field's name."""
+    plain = {
+        **CONFIG,
+        "model_type": "qwen2",
+        "head_dim": 16,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "hidden_act": "silu",
+        "sliding_window": 9,
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+        "partial_rotary_factor": 1.0,
+        **dict.fromkeys(("attention_bias", "mlp_bias"), False),
+        **dict.fromkeys(("quantization_config", "rope_parameters", "rope_scaling")),
+    }
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
+    yarn |= {"truncate": True, "attention_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 1e4}
+    scalings = [yarn, LLAMA3_ROPE, {"type": "linear", "factor": 2.0}]
+    cases = [(name, {**plain, "architectures": [kind], name: value}) for kind in KINDS for name in plain for value in NASTY]
+    cases += [
+        (name, {**CONFIG, "rope_scaling": {**scaling, name: value}}) for scaling in scalings for name in scaling for value in NASTY
+    ]
+    refused = 0
+    for name, values in cases:
+        try:
+            config = ArchitectureConfig.from_hf_config(values, "the/config.json")
+            RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling, torch.device("cpu"))
+        except CheckpointError as error:
+            refused += 1
+            assert str(error).startswith("the/config.json") and "\n" not in str(error), (name, error)
+    assert refused > 600
 
 
 def test_a_tensor_that_is_not_there(tmp_path: Path) -> None:
@@ -223,7 +330,7 @@ def test_a_tensor_that_is_not_there(tmp_path: Path) -> None:
     [
         ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_scaling": None}),
         ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, {"rope_theta": 1e6, "rope_scaling": None}),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_scaling": LinearScaling(2.0)}),
         ({"sliding_window": 32}, {"sliding_window": None}),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 32}, {"sliding_window": 32}),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, {"sliding_window": None}),
@@ -241,9 +348,12 @@ def test_a_tensor_that_is_not_there(tmp_path: Path) -> None:
         ),
         ({"architectures": ["Qwen3ForCausalLM"]}, {"qk_norm": True, "head_dim": 128, "attention_bias": False}),
         ({"attention_bias": True}, {"attention_bias": True, "attention_output_bias": True}),
-        ({"eos_token_id": [1, 2]}, {"eos_token_ids": (1, 2)}),
-        ({"eos_token_id": 7}, {"eos_token_ids": (7,)}),
-        ({"eos_token_id": [39, VOCAB]}, {"eos_token_ids": (39,)}),
+        ({"rope_scaling": LLAMA3_ROPE}, {"rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 64)}),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, {"rope_scaling": None}),
+        (
+            {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 32, "truncate": False, "attention_factor": 1.5}},
+            {"rope_scaling": YarnScaling(4.0, 32, truncate=False, magnitude=1.5)},
+        ),
         ({"head_dim": None, "num_key_value_heads": None}, {"head_dim": 16, "num_kv_heads": 4}),
     ],
 )
@@ -271,13 +381,6 @@ def test_shapes_are_those_of_transformers(architecture: str, tmp_path: Path) -> 
         assert set(checkpoint.names()) == set(state) - {"lm_head.weight"}
         for name in checkpoint.names():
             assert torch.equal(checkpoint.tensor(name, torch.float32), state[name])
-
-
-def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
-    folder = write_directory(tmp_path / "model", {"eos_token_id": 2})
-    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 9], "temperature": 0.5}')
-    with open_checkpoint(str(folder)) as checkpoint:
-        assert checkpoint.config.eos_token_ids == (2, 9)
 
 
 def test_dummy_weights_are_the_same_in_any_shard() -> None:

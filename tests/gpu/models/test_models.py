@@ -11,7 +11,6 @@ from gpu.models import load_model
 from gpu.models.attention import AttentionMetadata
 from gpu.models.kv_cache import KVCache
 from gpu.models.linear import Numerics
-from gpu.models.rotary import RotaryEmbedding
 from tests.gpu.tiny_models import SIZES, VARIANTS, save_model
 
 BLOCK = 16
@@ -145,8 +144,3 @@ def test_int8_values_do_not_depend_on_the_number_of_ranks(tmp_path, monkeypatch,
         for layer_of in (lambda layer: layer.attention.output, lambda layer: layer.mlp.down):
             values = torch.cat([layer_of(shard).linear.rows(rows) for shard in shards], dim=1)
             assert torch.equal(values, layer_of(whole).linear.rows(rows))
-
-
-def test_unknown_rope_is_refused():
-    with pytest.raises(CheckpointError, match="'longrope' is not supported"):
-        RotaryEmbedding(16, 10000.0, {"rope_type": "longrope"}, 512, CPU)

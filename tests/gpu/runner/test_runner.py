@@ -234,7 +234,7 @@ def test_capacity(folder):
     runner = ModelRunner(config, open_checkpoint(str(folder)), torch.device("cpu"), TensorParallelGroup())
     runner.load(lambda fraction: None)
     capacity = runner.capacity()
-    assert (capacity.max_model_len, capacity.vocab_size, capacity.eos_token_ids) == (512, 300, [2])
+    assert (capacity.max_model_len, capacity.vocab_size) == (512, 300)
     assert (capacity.dtype, capacity.device) == ("float32", "cpu")
     assert capacity.block_bytes == 2 * 3 * 16 * 2 * 8 * 4  # keys and values, layers, tokens, heads, dimensions, bytes
     assert 100 << 20 < capacity.available_kv_bytes <= 4 << 30
