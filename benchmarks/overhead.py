@@ -30,7 +30,7 @@ from engine.protocol import PROTOCOL_VERSION, EngineCoreOutputs, EngineCoreReque
 from engine.runtime.core import EngineCore
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.process import connect, engine_info
-from engine.runtime.publisher import MOST_WAITING_REPORTS, Outflow, Report
+from engine.runtime.publisher import MOST_WAITING_EVENTS, Publisher, StepEvents
 from engine.scheduling.request import Request
 from gpu.config import CacheConfig, ModelConfig, ParallelConfig
 from gpu.plan import SamplingParams, decode_output, decode_plan, encode
@@ -39,7 +39,7 @@ from ops.embedded import DataDirectory, EmbeddedValkey
 MODEL = "null"
 BLOCK_SIZE = 16
 PROMPT = 100  # tokens, and up to a block more: rows cross block borders in different steps
-WARM_STEPS = 2 * MOST_WAITING_REPORTS  # then the outflow's queue is as full as it gets
+WARM_STEPS = 2 * MOST_WAITING_EVENTS  # then the publisher's queue is as full as it gets
 LEAD = 2000  # steps that the first request may be ahead of the last
 
 PARTS = ("schedule", "encode plan", "decode output", "update", "serialise", "flush")  # the engine's own
@@ -136,11 +136,11 @@ def measure_parts(url: str, size: int, num_steps: int) -> dict[str, float]:
             info.slot, info.incarnation = bus.run(leases.claim_slot(MODEL, info))
             heartbeat = Heartbeat(bus, core, info, _raise)
             heartbeat.start()
-            outflow = Outflow(bus, MODEL, info.slot, info.incarnation, [server], _raise, retention=600)
+            publisher = Publisher(bus, MODEL, info.slot, info.incarnation, [server], _raise, retention=600)
             steps: list[dict[str, float]] = []
             before = 0.0
             while len(steps) < num_steps:
-                spent, num_rows = one_step(core, bus, outflow)
+                spent, num_rows = one_step(core, bus, publisher)
                 if num_rows == size:
                     before = before or valkey_seconds(client)
                     steps.append(spent)
@@ -155,8 +155,8 @@ def measure_parts(url: str, size: int, num_steps: int) -> dict[str, float]:
     return {name: 1e3 * value for name, value in (seconds | {"calm": calm, "Valkey": valkey}).items()}
 
 
-def one_step(core: EngineCore, bus: Bus, outflow: Outflow) -> tuple[dict[str, float], int]:
-    """(Seconds by part, rows that sampled): what loop, executor, worker and outflow do in turn."""
+def one_step(core: EngineCore, bus: Bus, publisher: Publisher) -> tuple[dict[str, float], int]:
+    """(Seconds by part, rows that sampled): what loop, executor, worker and publisher do in turn."""
     watch = _Stopwatch()
     plan = core.scheduler.schedule(time.time())
     watch.lap("schedule")
@@ -173,7 +173,7 @@ def one_step(core: EngineCore, bus: Bus, outflow: Outflow) -> tuple[dict[str, fl
     watch.lap("decode output")
     outputs = core.scheduler.update_from_output(plan, output, time.time())
     watch.lap("update")
-    call = outflow.call_for(Report(outputs))
+    call = publisher.call_for(StepEvents(outputs))
     watch.lap("serialise")
     started = time.perf_counter()
     bus.run(call)
@@ -226,7 +226,7 @@ def serve(url: str, size: int, num_steps: int, backend: str) -> None:
 
 def measure_process(url: str, size: int, num_steps: int, backend: str) -> list[str]:
     """Steps a second, and CPU milliseconds a step of: the engine process, its main thread, the worker process, Valkey."""
-    most_steps = WARM_STEPS + num_steps + LEAD + MOST_WAITING_REPORTS
+    most_steps = WARM_STEPS + num_steps + LEAD + MOST_WAITING_EVENTS
     with Bus(url) as bus, redis.Redis.from_url(url) as client, role("serve", url, size, most_steps, backend) as engine:
         server = bus.run(leases.announce_api())
         with bus.subscribe(keys.client_channel(server)) as subscription:

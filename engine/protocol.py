@@ -107,7 +107,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=1):
 
     engine: str  # model and slot
     incarnation: int
-    step: int  # of the engine's flushes, hence of its journal
+    flush_number: int  # the incarnation's flushes count up from 1; ids of its journal
     handles: bytes = b""  # int64 [num_outputs]
     choices: bytes = b""  # int32 [num_outputs]
     offsets: bytes = b""  # int32 [num_outputs]
@@ -119,7 +119,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=1):
 
 class RequestEnded(msgspec.Struct, array_like=True, tag=2):
     """A request ended without its engine's word (aborted while queued, or its engine died): published by the scripts `finish` and
-    `bury`, which build it with cmsgpack; the field order is theirs too."""
+    `fail_engine`, which build it with cmsgpack; the field order is theirs too."""
 
     request_id: str
     handle: int

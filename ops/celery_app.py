@@ -12,7 +12,7 @@ from typing import Any
 from celery import Celery
 from celery.signals import beat_embedded_init
 
-from ops import tether
+from ops import parent_death
 from ops.redis_url import parse_redis_url
 
 _WORKER = os.getpid()  # beat is forked from it and inherits the number
@@ -21,7 +21,7 @@ REDIS_URL = parse_redis_url(os.environ.get("HEADRACE_REDIS_URL") or "redis://127
 # Seconds between two runs. A message that a worker did not get to before the next one was due is dropped: nothing piles up.
 SCHEDULE = {
     "reap_api_servers": 2.0,
-    "bury_engines": 2.0,
+    "fail_dead_engines": 2.0,
     "roll_usage": 3.0,
     "expire_records": 30.0,
 }
@@ -59,4 +59,4 @@ app.conf.update(
 @beat_embedded_init.connect
 def _die_with_the_worker(**_: Any) -> None:
     """Beat is the worker's child process; a worker killed with -9 must not leave it behind."""
-    tether.tie(_WORKER)
+    parent_death.die_with_parent(_WORKER)

@@ -56,7 +56,7 @@ class Engines:
                 Command(name, role("engine"), environment | self._replicas.environment(number), stop_timeout=STOP_SECONDS),
                 on_line=self._on_line,
                 on_progress=partial(self._take_progress, slowest, name),
-                on_exit=partial(self._bury, name),
+                on_exit=partial(self._fail_requests, name),
                 on_failure=self._may_be_fewer,
             )
             for number, name in enumerate(names)
@@ -107,15 +107,16 @@ class Engines:
         elif report["phase"] == "ready":
             log.info("%s is ready again", name)
 
-    async def _bury(self, name: str, ended: Exit) -> None:
+    async def _fail_requests(self, name: str, ended: Exit) -> None:
         """End what the dead engine had in flight at once: nobody needs to wait for its heartbeat to lapse."""
         try:
-            buried = await asyncio.to_thread(bury_engine, self._config.redis.redis_url, ended.pid, f"the engine died: {ended}")
+            why = f"the engine died: {ended}"
+            failed = await asyncio.to_thread(fail_engine_of_process, self._config.redis.redis_url, ended.pid, why)
         except Exception as error:  # Redis away: whoever sees the heartbeat missing ends them
             log.warning("the dead engine's requests could not be ended at once: %s", error)
         else:
-            if buried:
-                log.warning("%s had %d requests in flight when it died; they were ended", name, buried)
+            if failed:
+                log.warning("%s had %d requests in flight when it died; they were ended", name, failed)
 
 
 def engine_of_process(bus: Bus, pid: int) -> EngineInfo | None:
@@ -125,11 +126,11 @@ def engine_of_process(bus: Bus, pid: int) -> EngineInfo | None:
     return next((info for info in infos if (info.pid, info.host) == (pid, host)), None)
 
 
-def bury_engine(redis_url: str, pid: int, error: str) -> int:
+def fail_engine_of_process(redis_url: str, pid: int, error: str) -> int:
     """Declare the engine that ran as process `pid` of this machine dead; returns how many requests ended."""
     with Bus(redis_url) as bus:
         info = engine_of_process(bus, pid)
         if info is None:
             return 0
         bus.run(leases.release_slot(info.model, info.slot, info.incarnation))
-        return bus.run(transitions.bury(info.model, info.slot, info.incarnation, error))
+        return bus.run(transitions.fail_engine(info.model, info.slot, info.incarnation, error))

@@ -1,6 +1,6 @@
 """Keeps child processes running: started, watched, restarted with backoff when they die, stopped in order.
 
-Each child is tethered to this process (ops/tether.py) and leads a session of its own: a Ctrl-C in the terminal reaches the
+Each child dies with this process (ops/parent_death.py) and leads a session of its own: a Ctrl-C in the terminal reaches the
 supervisor alone, and whatever a child has started can be killed with it.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ops.errors import CommandError
-from ops.tether import tethered
+from ops.parent_death import bound_to_parent
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class Child:
     async def _start(self, output: int, progress: int) -> asyncio.subprocess.Process:
         reports = self._on_progress is not None
         return await asyncio.create_subprocess_exec(
-            *tethered([*self._command.arguments, *(["--progress-fd", str(progress)] if reports else [])]),
+            *bound_to_parent([*self._command.arguments, *(["--progress-fd", str(progress)] if reports else [])]),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -59,18 +59,18 @@ def reap_api_servers(bus: Bus) -> int:
 
 @app.task
 @_unless_redis_is_away
-def bury_engines(bus: Bus) -> int:
+def fail_dead_engines(bus: Bus) -> int:
     """End what dead engines had in flight: those of an empty slot, and the predecessors of a living one. Returns how many."""
-    buried = 0
+    failed = 0
     for model in bus.run(leases.models()):
         look = bus.run(leases.observe(model))
         for slot in look.pending:
             holder = look.holders.get(slot)
             if holder is not None:
-                buried += bus.run(transitions.bury(model, slot, holder - 1, ENGINE_DIED))
+                failed += bus.run(transitions.fail_engine(model, slot, holder - 1, ENGINE_DIED))
             elif bus.run(maintenance.engine_absent(model, slot)):
-                buried += bus.run(transitions.bury(model, slot, look.last_incarnation, ENGINE_DIED))
-    return buried
+                failed += bus.run(transitions.fail_engine(model, slot, look.last_incarnation, ENGINE_DIED))
+    return failed
 
 
 @app.task

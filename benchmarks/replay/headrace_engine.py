@@ -2,7 +2,7 @@
 
     python -m benchmarks.replay.headrace_engine MODEL REDIS_URL NUM_STREAMS
 
-Scheduler, loop, intake and outflow are the real ones, and MODEL's tokenizer; only what the runner samples is recorded.
+Scheduler, loop, intake and publisher are the real ones, and MODEL's tokenizer; only what the runner samples is recorded.
 """
 
 from __future__ import annotations

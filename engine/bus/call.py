@@ -21,7 +21,7 @@ Command = tuple[Argument, ...]
 
 LUA = Path(__file__).parent / "lua"
 WITHOUT_MEMORY = frozenset(
-    {"beat", "bury", "finish", "reject", "release"}
+    {"beat", "fail_engine", "finish", "reject", "release"}
 )  # they keep somebody alive, or end something and free more
 
 

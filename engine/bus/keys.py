@@ -141,7 +141,7 @@ def shares(model: str) -> str:
 
 
 def journal(model: str, slot: str, incarnation: int) -> str:
-    """Stream of one engine incarnation, ids `<step>-0`: a field an API server, the bytes published to it."""
+    """Stream of one engine incarnation, ids `<flush number>-0`: a field an API server, the bytes published to it."""
     return _of(model, f"journal:{slot}:{incarnation}")
 
 

@@ -47,7 +47,7 @@ def _check_version(info: bytes) -> None:
 def claim_slot(model: str, info: EngineInfo, ttl: float = SLOT_TTL, wanted: int = 0) -> Call[ClaimedSlot]:
     """The slot `wanted`, or the lowest free one where that is held, under a new incarnation that is higher than all before.
 
-    `info`'s slot and incarnation are filled in. The first thing to do with it: `bury(model, slot, incarnation - 1, ...)`.
+    `info`'s slot and incarnation are filled in. The first thing to do with it: `fail_engine(model, slot, incarnation - 1, ...)`.
     Raises UnfitRedis.
     """
 

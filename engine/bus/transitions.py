@@ -16,10 +16,10 @@ from engine.protocol import Abort, FinishReason, encode
 
 RECORD_RETENTION = 3600.0  # seconds that the record of an ended request is kept
 TOMBSTONE_TTL = 600.0  # seconds that an abort waits for a request that it overtook
-JOURNAL_STEPS = 4096  # kept of an engine's journal, about
+JOURNAL_ENTRIES = 4096  # kept of an engine's journal, about
 JOURNAL_TTL = 600.0  # seconds that a journal outlives its engine
 SHARE_TTL = 1.0  # seconds that an engine's share of what waits is kept for it after it last asked
-BURY_BATCH = 128  # pending entries looked at in one script: Redis answers nobody else meanwhile
+FAIL_BATCH = 128  # pending entries looked at in one script: Redis answers nobody else meanwhile
 
 
 class Taken(NamedTuple):
@@ -84,25 +84,25 @@ def flush(
     model: str,
     slot: str,
     incarnation: int,
-    step: int,
+    flush_number: int,
     messages: Sequence[tuple[str, bytes]] = (),
     started: Sequence[tuple[str, Mapping[str, str]]] = (),
     ended: Sequence[EndedRequest] = (),
     notices: Sequence[tuple[str, bytes]] = (),
     retention: float = RECORD_RETENTION,
 ) -> Call[int]:
-    """What a step brought, at once: journal entry, publications, records. 1: done; 0: the step was flushed before. Raises Fenced.
+    """A step's outputs, at once: journal entry, publications, records. 1: done; 0: this flush was done before. Raises Fenced.
 
-    `messages`: (API server incarnation, ClientMessage bytes), one each. `step` rises from flush to flush of an incarnation; a flush
-    with a step that is not higher than the last one's is taken for a resend. `started`: record fields of running requests.
+    `flush_number` rises with each flush of an incarnation: one that is not higher than the last is taken for a resend.
+    `messages`: (API server incarnation, ClientMessage bytes), one each. `started`: record fields of running requests.
     `notices`: (channel, ControlReply bytes).
     """
     arguments: list[Argument] = [
         incarnation,
-        step,
+        flush_number,
         epoch(time.time()),
         milliseconds(retention),
-        JOURNAL_STEPS,
+        JOURNAL_ENTRIES,
         milliseconds(JOURNAL_TTL),
         keys.client_channel(),
         len(messages),
@@ -176,16 +176,16 @@ def finish(
     return Call(decode, script("finish", "ledger"), (*keys.ledger(model), keys.control(model)), arguments)
 
 
-def bury(model: str, slot: str, incarnation: int, error: str, retention: float = RECORD_RETENTION) -> Call[int]:
+def fail_engine(model: str, slot: str, incarnation: int, error: str, retention: float = RECORD_RETENTION) -> Call[int]:
     """End, with an error, what the slot's engines up to `incarnation` had in flight; how many requests that were.
 
     Refuses (0) while the slot is held by one of these incarnations: who saw the process exit releases its slot first. Bounded
     batches follow one another.
     """
 
-    def batch(start: str, buried: int) -> Call[int]:
+    def batch(start: str, failed: int) -> Call[int]:
         def decode(answer: list[Any]) -> int | Call[int]:
-            done = buried + int(answer[0])
+            done = failed + int(answer[0])
             return batch(answer[1].decode(), done) if answer[1] else done
 
         arguments = (
@@ -194,11 +194,11 @@ def bury(model: str, slot: str, incarnation: int, error: str, retention: float =
             error,
             epoch(time.time()),
             milliseconds(retention),
-            BURY_BATCH,
+            FAIL_BATCH,
             start,
             keys.consumer(slot),
             keys.client_channel(),
         )
-        return Call(decode, script("bury", "ledger"), (*keys.ledger(model), keys.slot(model, slot)), arguments)
+        return Call(decode, script("fail_engine", "ledger"), (*keys.ledger(model), keys.slot(model, slot)), arguments)
 
     return batch("-", 0)

@@ -208,7 +208,7 @@ class AsyncClient:
             try:
                 await self._bus.run(leases.beat_api(self.incarnation))
                 await self.directory.refresh()
-                await self.directory.bury_the_dead()
+                await self.directory.fail_dead_engines()
                 await self._probe(self._clock())
             except BusUnavailable as error:
                 self.directory.lost_contact()

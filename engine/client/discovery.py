@@ -64,19 +64,19 @@ class Directory:
                     served.setdefault(served_name, handle)
         self.models, self.engines, self.redis_up = served, everyone, True
 
-    async def bury_the_dead(self) -> int:
+    async def fail_dead_engines(self) -> int:
         """End the requests of engines whose heartbeat was missing for a whole time to live while Redis was up; how many ended.
 
         Raises BusUnavailable.
         """
-        buried = 0
+        failed = 0
         for name in sorted(self.known_models):
             watch = self._watches.setdefault(name, DeathWatch())
             now = self._clock()
             for dead in watch.observe(await self._bus.run(leases.observe(name)), now):
                 logger.error("engine %s of %s is dead: its requests end", dead.slot, name)
-                buried += await self._bus.run(transitions.bury(name, dead.slot, dead.incarnation, ENGINE_DIED))
-        return buried
+                failed += await self._bus.run(transitions.fail_engine(name, dead.slot, dead.incarnation, ENGINE_DIED))
+        return failed
 
     def lost_contact(self) -> None:
         """Redis was away: nobody can be declared dead for what was not seen."""

@@ -1,6 +1,6 @@
 """The engine's life: take in what came, step, give out what came of it, until told to stop.
 
-The core runs on the main thread. Around it: `Intake` (requests and control commands from Redis), `Outflow` (outputs to Redis) and
+The core runs on the main thread. Around it: `Intake` (requests and control commands from Redis), `Publisher` (outputs to Redis) and
 `Heartbeat`, each a thread; they meet the core only through two queues and a snapshot.
 """
 
@@ -19,7 +19,7 @@ from engine.runtime.core import EngineCore
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.inflight import HeldRequest, HeldRequests, output_logprobs, output_prompt_logprobs
 from engine.runtime.intake import Arrival, Intake
-from engine.runtime.publisher import Outflow, Report
+from engine.runtime.publisher import Publisher, StepEvents
 from engine.runtime.utility_calls import run_utility
 from engine.scheduling.request import Request
 from engine.scheduling.step_outputs import StepOutputs
@@ -39,20 +39,20 @@ class EngineLoop:
         self.inbox: queue.SimpleQueue[Arrival | ControlCommand | None] = queue.SimpleQueue()
         self._clients = clients
         self._client_index: dict[str, int] = {}
-        self._fenced: set[tuple[str, int]] = set()  # ended, but a step that is out may still write their blocks
+        self._deferred: set[tuple[str, int]] = set()  # ended, but a step that is out may still write their blocks
         self._promised: list[tuple[str, ControlReply]] = []  # answers that wait for them
         self._stopping = False
         self._deadline = math.inf  # monotonic
         self._failure: BaseException | None = None
         self.profile: cProfile.Profile | None = None
 
-    def attach(self, intake: Intake, outflow: Outflow, heartbeat: Heartbeat) -> None:
-        self.intake, self.outflow, self.heartbeat = intake, outflow, heartbeat
+    def attach(self, intake: Intake, publisher: Publisher, heartbeat: Heartbeat) -> None:
+        self.intake, self.publisher, self.heartbeat = intake, publisher, heartbeat
 
     def run(self) -> None:
         """The main loop."""
         self.heartbeat.publish(self.core.stats(), {})
-        for side in (self.outflow, self.intake, self.heartbeat):
+        for side in (self.publisher, self.intake, self.heartbeat):
             side.start()
         try:
             while not self._over():
@@ -77,7 +77,7 @@ class EngineLoop:
         self._deadline = -math.inf if self._stopping else time.monotonic() + timeout
         self._stopping = True
         self.intake.closed = True
-        self.outflow.give_up_at(self._deadline)
+        self.publisher.give_up_at(self._deadline)
         self.inbox.put(None)
 
     def fail(self, error: BaseException) -> None:
@@ -94,7 +94,7 @@ class EngineLoop:
 
     def _take_in(self) -> None:
         """Everything that waits in the inbox; when there is nothing to compute, wait for something."""
-        report = Report()
+        events = StepEvents()
         wait = not self.core.has_work
         while True:
             try:
@@ -103,14 +103,14 @@ class EngineLoop:
                 break
             wait = False
             if isinstance(item, Arrival):
-                self._admit(item, report)
+                self._admit(item, events)
             elif item is not None:
-                self._obey(item, report)
+                self._obey(item, events)
         self.core.executor.check_health()
-        if report:
-            self.outflow.put(report)
+        if events:
+            self.publisher.put(events)
 
-    def _admit(self, arrival: Arrival, report: Report) -> None:
+    def _admit(self, arrival: Arrival, events: StepEvents) -> None:
         self.intake.num_admitted += 1
         source = arrival.source
         if self.held.get(source.request_id) is not None:  # a take sent twice may give its entries twice: they are one request
@@ -118,7 +118,7 @@ class EngineLoop:
             return
         held, early = self._hold(arrival)
         if early is not None:
-            self._close_unrun(held, early.reason, None, report)
+            self._close_unrun(held, early.reason, None, events)
             return
         for request in held.choices:
             self.core.add_request(request)
@@ -131,41 +131,41 @@ class EngineLoop:
         held = HeldRequest(arrival.source, arrival.choices)
         return held, self.held.add(held)
 
-    def _close_unrun(self, held: HeldRequest, reason: FinishReason, error: str | None, report: Report) -> None:
+    def _close_unrun(self, held: HeldRequest, reason: FinishReason, error: str | None, events: StepEvents) -> None:
         now = self.core.clock()
         for request in held.choices:
             request.end(reason, -1, None, error, now)
-            self._close(request, report)
+            self._close(request, events)
 
-    def _obey(self, command: ControlCommand, report: Report) -> None:
+    def _obey(self, command: ControlCommand, events: StepEvents) -> None:
         """What a command asks for, whatever it is, is never the engine's end."""
         try:
             if isinstance(command, Abort):
-                self._abort(command, report)
+                self._abort(command, events)
             elif isinstance(command, Replay):
-                self._replay(command, report)
+                self._replay(command, events)
             else:
-                self._run_utility(command, report)
+                self._run_utility(command, events)
         except Exception as error:
             logger.exception("a command failed: %s", command)
             if not isinstance(command, Replay) and command.reply_to:
                 reply = ControlReply(command.token, ok=False, error=f"{type(error).__name__}: {error}")
-                report.replies.append((command.reply_to, reply))
+                events.replies.append((command.reply_to, reply))
 
-    def _abort(self, command: Abort, report: Report) -> None:
+    def _abort(self, command: Abort, events: StepEvents) -> None:
         held = self.held.get(command.request_id)
         num_tokens = 0
         if held is None:
             self.held.remember_abort(command)
         else:
             for request in self.core.finish(command.request_id, command.choice, command.reason, command.keep, command.stop_reason):
-                self._close_when_free(request, report)
+                self._close_when_free(request, events)
             num_tokens = self._num_output_tokens(held)
         if command.reply_to:
             reply = (command.reply_to, ControlReply(command.token, num_tokens=num_tokens))
-            (self._promised if self._fenced else report.replies).append(reply)
+            (self._promised if self._deferred else events.replies).append(reply)
 
-    def _replay(self, command: Replay, report: Report) -> None:
+    def _replay(self, command: Replay, events: StepEvents) -> None:
         held = self.held.get(command.request_id)
         if held is None or not 0 <= command.choice < len(held.choices):
             return  # over: the asker finds it in the record
@@ -179,74 +179,74 @@ class EngineLoop:
         message.prompt_logprobs = list(held.prompt_logprobs) if command.choice == 0 else []
         if request.finish_reason is not None:  # this choice has ended, its siblings run
             message.finished.append(held.finished_output(request))
-        report.replays.append((command.client, message))
+        events.replays.append((command.client, message))
 
-    def _run_utility(self, command: Utility, report: Report) -> None:
+    def _run_utility(self, command: Utility, events: StepEvents) -> None:
         reply = run_utility(self, command)
         if command.reply_to:
-            report.replies.append((command.reply_to, reply))
+            events.replies.append((command.reply_to, reply))
 
     # Out
 
     def _give_out(self, outputs: StepOutputs) -> None:
-        report = Report(outputs)
+        events = StepEvents(outputs)
         for request, offset, entry in outputs.logprobs:
             told = output_logprobs(request, offset, entry)
             self.held.of(request).logprobs[request.choice].append(told)
-            report.logprobs.append((request.client, told))
+            events.logprobs.append((request.client, told))
         for request, prompt_entry in outputs.prompt_logprobs:
             prompt_told = output_prompt_logprobs(request, prompt_entry)
             self.held.of(request).prompt_logprobs.append(prompt_told)
-            report.prompt_logprobs.append((request.client, prompt_told))
-        report.started = [self.held.of(request) for request in outputs.started if request.choice == 0]
+            events.prompt_logprobs.append((request.client, prompt_told))
+        events.started = [self.held.of(request) for request in outputs.started if request.choice == 0]
         for request in outputs.finished:
-            self._close(request, report)
-        self._release(outputs.released, report)
-        if report:
-            self.outflow.put(report)
+            self._close(request, events)
+        self._release(outputs.released, events)
+        if events:
+            self.publisher.put(events)
 
-    def _close_when_free(self, request: Request, report: Report) -> None:
+    def _close_when_free(self, request: Request, events: StepEvents) -> None:
         """Nobody is told of an end before its blocks are free: a step that is out may write them until it returns."""
         if request.row >= 0:
-            self._fenced.add(request.key)
+            self._deferred.add(request.key)
         else:
-            self._close(request, report)
+            self._close(request, events)
 
-    def _release(self, released: list[Request], report: Report) -> None:
+    def _release(self, released: list[Request], events: StepEvents) -> None:
         for request in released:
-            if request.key in self._fenced:
-                self._fenced.remove(request.key)
-                self._close(request, report)
-        if not self._fenced:
-            report.replies += self._promised
+            if request.key in self._deferred:
+                self._deferred.remove(request.key)
+                self._close(request, events)
+        if not self._deferred:
+            events.replies += self._promised
             self._promised = []
 
-    def _close(self, request: Request, report: Report) -> None:
+    def _close(self, request: Request, events: StepEvents) -> None:
         held = self.held.of(request)
-        report.ended_choices.append((held, request))
+        events.ended_choices.append((held, request))
         if self.held.close_choice(request) is not None:
-            report.ended.append(held)
+            events.ended.append(held)
             self.intake.ring()  # there is room again
 
     def _end_all(self, why: str) -> None:
         """The one terminal output of everything taken and not ended, then the last flush."""
         self.intake.stop()
         self.intake.join(timeout=2.0)
-        report = Report()
+        events = StepEvents()
         for held in self.held.all():
             for request in self.core.finish(held.source.request_id, reason=FinishReason.ERROR):
                 request.error = why
         for held in self.held.all():
             for request in held.choices:
                 if request.choice in held.open_choices:
-                    self._close(request, report)
-        report.replies += self._promised
+                    self._close(request, events)
+        events.replies += self._promised
         while not self.inbox.empty():
             if isinstance(item := self.inbox.get(), Arrival):
-                self._close_unrun(self._hold(item)[0], FinishReason.ERROR, why, report)
-        if report:
-            self.outflow.put(report)
-        self.outflow.close(timeout=2.0)
+                self._close_unrun(self._hold(item)[0], FinishReason.ERROR, why, events)
+        if events:
+            self.publisher.put(events)
+        self.publisher.close(timeout=2.0)
         self.heartbeat.stop()
 
     # Looking

@@ -29,7 +29,7 @@ from engine.runtime.core import EngineCore
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.intake import Intake
 from engine.runtime.loop import EngineLoop
-from engine.runtime.publisher import Outflow
+from engine.runtime.publisher import Publisher
 from gpu.checkpoint.model_files import model_name
 from gpu.checkpoint.tokenizer_files import load_tokenizer_files
 from gpu.errors import CheckpointError, UnsupportedConfiguration
@@ -110,7 +110,7 @@ def _serve(config: EngineConfig, progress: Progress, signals: StopSignals, shutd
             bus.run(put_tokenizer(name, tokenizer, bundle))
             info = engine_info(config, core, name, tokenizer)
             info.slot, info.incarnation = bus.run(leases.claim_slot(name, info, wanted=config.parallel.data_parallel_rank))
-            bus.run(transitions.bury(name, info.slot, info.incarnation - 1, ENGINE_DIED))
+            bus.run(transitions.fail_engine(name, info.slot, info.incarnation - 1, ENGINE_DIED))
             loop = connect(core, bus, info, config.redis.record_retention)
             signals.obey_with(lambda: loop.stop(shutdown_timeout))
             logger.info("%s", describe(info))
@@ -128,7 +128,7 @@ def connect(core: EngineCore, bus: Bus, info: EngineInfo, retention: float) -> E
     place = (bus, info.model, info.slot, info.incarnation)
     loop.attach(
         Intake(*place, loop.inbox, core, loop.fail),
-        Outflow(*place, clients, loop.fail, retention),
+        Publisher(*place, clients, loop.fail, retention),
         Heartbeat(bus, core, info, loop.fail),
     )
     return loop

@@ -27,12 +27,12 @@ from engine.scheduling.step_outputs import StepOutputs
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING_REPORTS = 256  # steps of output held while Redis is away
+MOST_WAITING_EVENTS = 256  # steps of output held while Redis is away
 PAUSE_SECONDS = 0.25  # between looks at whether a paused engine was told to stop
 
 
 @dataclass
-class Report:
+class StepEvents:
     """What happened in one step, or between two."""
 
     outputs: StepOutputs | None = None  # its columns
@@ -49,8 +49,8 @@ class Report:
         return some_tokens or any((self.prompt_logprobs, self.ended_choices, self.replays, self.replies))
 
 
-class Outflow:
-    """The queue of reports and the thread that flushes them. `failed` is called with what stopped the thread (Fenced, or a bug)."""
+class Publisher:
+    """The queue of events and the thread that flushes them. `failed` is called with what stopped the thread (Fenced, or a bug)."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class Outflow:
         self._clients = clients  # the loop's table: index -> API server incarnation; only ever appended to
         self._failed = failed
         self._retention = retention
-        self._reports: queue.Queue[Report | None] = queue.Queue(MOST_WAITING_REPORTS)
-        self._thread = threading.Thread(target=self._run, name="outflow", daemon=True)
+        self._queue: queue.Queue[StepEvents | None] = queue.Queue(MOST_WAITING_EVENTS)
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._num_flushes = 0
         self._give_up_at = math.inf  # monotonic
         self._is_closed = False
@@ -77,14 +77,14 @@ class Outflow:
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, report: Report) -> None:
-        """Hand a report over; blocks, and so pauses the engine, while too many wait for Redis."""
+    def put(self, events: StepEvents) -> None:
+        """Hand events over; blocks, and so pauses the engine, while too many wait for Redis."""
         while True:
             try:
-                self._reports.put(report, timeout=PAUSE_SECONDS)
+                self._queue.put(events, timeout=PAUSE_SECONDS)
                 return
             except queue.Full:
-                if time.monotonic() >= self._give_up_at:  # lost here; who buries this engine ends its requests
+                if time.monotonic() >= self._give_up_at:  # lost here; the process that declares this engine dead ends its requests
                     return
 
     def give_up_at(self, deadline: float) -> None:
@@ -94,21 +94,21 @@ class Outflow:
     def close(self, timeout: float) -> None:
         """Flush what waits, for at most `timeout` seconds; the thread ends soon after."""
         with suppress(queue.Full):
-            self._reports.put(None, timeout=timeout)
+            self._queue.put(None, timeout=timeout)
             self._thread.join(timeout)
         self._is_closed = True
 
     def _run(self) -> None:
         try:
-            while not self._is_closed and (report := self._reports.get()) is not None:
-                self._flush(report)
+            while not self._is_closed and (events := self._queue.get()) is not None:
+                self._flush(events)
         except BaseException as error:
             self._failed(error)
-            while self._reports.get() is not None:  # nothing can be flushed any more; never block the loop
+            while self._queue.get() is not None:  # nothing can be flushed any more; never block the loop
                 pass
 
-    def _flush(self, report: Report) -> None:
-        call = self.call_for(report)
+    def _flush(self, events: StepEvents) -> None:
+        call = self.call_for(events)
         delay = 0.02
         while True:
             try:
@@ -121,34 +121,34 @@ class Outflow:
                 time.sleep(delay)  # Redis gives no sign of its return
                 delay = min(2 * delay, 1.0)
 
-    def call_for(self, report: Report) -> Call[int]:
-        """The flush of a report, under the next number."""
+    def call_for(self, events: StepEvents) -> Call[int]:
+        """The flush of events, under the next number."""
         self._num_flushes += 1
         return transitions.flush(
             self._model,
             self._slot,
             self._incarnation,
             self._num_flushes,
-            messages=self._messages(report),
-            started=[(held.source.request_id, _started_fields(held)) for held in report.started],
-            ended=[_ended_request(held) for held in report.ended],
-            notices=[(keys.client_channel(client), encode(reply)) for client, reply in report.replies],
+            messages=self._messages(events),
+            started=[(held.source.request_id, _started_fields(held)) for held in events.started],
+            ended=[_ended_request(held) for held in events.ended],
+            notices=[(keys.client_channel(client), encode(reply)) for client, reply in events.replies],
             retention=self._retention,
         )
 
-    def _messages(self, report: Report) -> list[tuple[str, bytes]]:
+    def _messages(self, events: StepEvents) -> list[tuple[str, bytes]]:
         by_client: dict[int, EngineCoreOutputs] = {}
-        if report.outputs is not None:
-            self._add_columns(report.outputs, by_client)
-        for client, told in report.logprobs:
+        if events.outputs is not None:
+            self._add_columns(events.outputs, by_client)
+        for client, told in events.logprobs:
             self._of(by_client, client).logprobs.append(told)
-        for client, prompt_told in report.prompt_logprobs:
+        for client, prompt_told in events.prompt_logprobs:
             self._of(by_client, client).prompt_logprobs.append(prompt_told)
-        for held, request in report.ended_choices:
+        for held, request in events.ended_choices:
             self._of(by_client, request.client).finished.append(held.finished_output(request))
         messages = [(self._clients[client], encode(message)) for client, message in by_client.items()]
-        for asker, replay in report.replays:
-            replay.engine, replay.incarnation, replay.step = self._engine, self._incarnation, self._num_flushes
+        for asker, replay in events.replays:
+            replay.engine, replay.incarnation, replay.flush_number = self._engine, self._incarnation, self._num_flushes
             messages.append((asker, encode(replay)))
         return messages
 

@@ -14,7 +14,7 @@ from engine.scheduling.stop_check import StopTokens
 class LiveRequests:
     """Owner of rows, KV and the waiting queue.
 
-    A step that is out may write rows and blocks of a request that ends or is preempted meanwhile. Then the request is fenced: it
+    A step that is out may write rows and blocks of a request that ends or is preempted meanwhile. Such a request is deferred: it
     keeps both until that step has returned.
     """
 
@@ -25,7 +25,7 @@ class LiveRequests:
         self.requests: dict[tuple[str, int], Request] = {}
         self.stop_tokens = StopTokens()
         self.statistics = SchedulerStatistics()
-        self.fenced: list[Request] = []
+        self.deferred: list[Request] = []
         self.freed_rows: list[int] = []  # not yet told to the workers
         self.ended_unasked: list[Request] = []  # ended by the scheduler itself, not yet told
         self._max_model_len = max_model_len
@@ -79,7 +79,7 @@ class LiveRequests:
         self.statistics.counters.preemptions += 1
         self.rows.stop_running(request.row)
         self.waiting.push(request)
-        self._release_or_fence(request)
+        self._release_or_defer(request)
 
     def restart(self, request: Request) -> None:
         """Preempt, and drop also what steps that are out still answer: the KV they read is not to be trusted. Of a request that
@@ -113,7 +113,7 @@ class LiveRequests:
         self.statistics.finished(reason)
         if was_running:
             self.rows.stop_running(row)
-            self._release_or_fence(request)
+            self._release_or_defer(request)
         else:
             self.waiting.remove_ended()
 
@@ -122,25 +122,25 @@ class LiveRequests:
         self.end(request, reason, now, **how)  # type: ignore[arg-type]
         self.ended_unasked.append(request)
 
-    def release_fenced(self) -> list[Request]:
-        """Free what the steps that returned had fenced; returns the requests, ended earlier, whose blocks are free now."""
-        fenced, self.fenced = self.fenced, []
-        for request in fenced:
-            self._release_or_fence(request)
-        return [request for request in fenced if request.row < 0 and request.status.finished]
+    def release_deferred(self) -> list[Request]:
+        """Free what the steps that returned had deferred; returns the requests, ended earlier, whose blocks are free now."""
+        deferred, self.deferred = self.deferred, []
+        for request in deferred:
+            self._release_or_defer(request)
+        return [request for request in deferred if request.row < 0 and request.status.finished]
 
     def is_out(self, row: int) -> bool:
         """A step that has not returned computes this row."""
         return bool(self.rows.last_step[row] > self.returned_step)
 
-    def num_fenced_blocks(self) -> int:
+    def num_deferred_blocks(self) -> int:
         """Blocks that the return of the steps that are out will free."""
-        return sum(self.kv.pool.ref_count(block) == 1 for request in self.fenced for block in request.block_ids)
+        return sum(self.kv.pool.ref_count(block) == 1 for request in self.deferred for block in request.block_ids)
 
-    def _release_or_fence(self, request: Request) -> None:
+    def _release_or_defer(self, request: Request) -> None:
         row = request.row
         if self.is_out(row):
-            self.fenced.append(request)
+            self.deferred.append(request)
             return
         if not request.status.finished:
             self._take_tokens(request)
@@ -160,7 +160,7 @@ class LiveRequests:
         assert rows.num_free + len(holders) == rows.num_rows, "a row is lost"
         running = [rows.request(int(row)) for row in rows.running]
         assert all(request.status is RequestStatus.RUNNING for request in running), "what runs is not running"
-        assert len(running) + len(self.fenced) == len(holders), "a row belongs to nobody"
+        assert len(running) + len(self.deferred) == len(holders), "a row belongs to nobody"
         assert len(self.waiting) == sum(1 for _ in self.waiting), "the waiting queue is miscounted"
         assert len(running) + len(self.waiting) == len(self.requests), "a request is lost"
         assert sum(map(len, self._choices.values())) == len(self.requests), "a choice is lost"

@@ -218,8 +218,8 @@ class Scheduler:
         """A step that is out will free what a row lacks, so that preempting (or ending) anybody would be rash. A row that is alone
         waits for anything that may still come, its own last token included."""
         if alone:
-            return bool(self.live.fenced) or self.live.is_out(row)
-        return bool(self.live.fenced) and num_blocks <= self.kv.pool.num_free + self.live.num_fenced_blocks()
+            return bool(self.live.deferred) or self.live.is_out(row)
+        return bool(self.live.deferred) and num_blocks <= self.kv.pool.num_free + self.live.num_deferred_blocks()
 
     def _exhausted(self, num_blocks: int) -> str:
         return (
@@ -273,7 +273,7 @@ class Scheduler:
             self.live.returned_step = planned.step
             self._take_in(planned, output, outputs, now)
             self.kv.step_returned(planned.step)
-            outputs.released = self.live.release_fenced()
+            outputs.released = self.live.release_deferred()
         outputs.finished, self.live.ended_unasked = self.live.ended_unasked, []
         return outputs
 
@@ -305,7 +305,7 @@ class Scheduler:
             rows = rows[~np.isin(rows, list(output.failed_rows))]
         if not np.array_equal(rows, output.rows):
             raise RuntimeError(f"step {planned.step} sampled rows {output.rows.tolist()}, planned were {rows.tolist()}")
-        if self.live.fenced or output.failed_rows:
+        if self.live.deferred or output.failed_rows:
             live = ~self.rows.closed[rows]
             rows, token_ids = rows[live], token_ids[live]
         return rows, token_ids

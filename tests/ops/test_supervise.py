@@ -310,15 +310,17 @@ def test_the_exit_status_reaches_the_shell(supervised: tuple[subprocess.Popen[st
 
 
 def test_a_command_is_not_started_for_a_parent_that_has_died() -> None:
-    from ops import tether
+    from ops import parent_death
 
-    done = subprocess.run([sys.executable, "-I", "-S", tether.__file__, "1", "echo", "started"], capture_output=True, timeout=10)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", parent_death.__file__, "1", "echo", "started"], capture_output=True, timeout=10
+    )
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
 
 
 def test_a_command_that_does_not_exist_is_told() -> None:
-    from ops import tether
+    from ops import parent_death
 
-    wrapped = tether.tethered(["/no/such/command"])
+    wrapped = parent_death.bound_to_parent(["/no/such/command"])
     done = subprocess.run(wrapped, capture_output=True, text=True, timeout=10)
     assert (done.returncode, done.stderr) == (os.EX_CONFIG, "cannot start /no/such/command: No such file or directory\n")

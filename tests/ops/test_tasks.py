@@ -166,15 +166,15 @@ def test_tasks_run_twice_and_at_the_same_time_do_it_once(world: World, task_bus:
     assert tasks.roll_usage() == 0
 
 
-def test_a_replacements_predecessor_is_buried_and_not_the_replacement(world: World, task_bus: Bus) -> None:
+def test_a_replacements_predecessor_is_declared_dead_and_not_the_replacement(world: World, task_bus: Bus) -> None:
     world.enqueue(world.request("old"), world.request("new"))
     first = world.engine()
     world.take(first)
     world.crash(first)
     second = world.engine()
     world.take(second)
-    assert tasks.bury_engines() == 1
-    assert tasks.bury_engines() == 0
+    assert tasks.fail_dead_engines() == 1
+    assert tasks.fail_dead_engines() == 0
     assert [world.record(name).state for name in ("old", "new")] == ["ended", "running"]
 
 
@@ -193,7 +193,7 @@ def test_where_redis_is_away_a_task_does_nothing(monkeypatch: pytest.MonkeyPatch
     with Bus(server.url, patience=0.1) as bus:
         server.stop()
         monkeypatch.setattr(tasks, "process_bus", lambda: bus)
-        every = (tasks.reap_api_servers, tasks.bury_engines, tasks.expire_records, tasks.roll_usage)
+        every = (tasks.reap_api_servers, tasks.fail_dead_engines, tasks.expire_records, tasks.roll_usage)
         assert [task() for task in every] == [0, 0, 0, 0]
 
 

@@ -22,7 +22,7 @@ def test_from_ends_to_rows(redis_url: str) -> None:
                 each.end(engine, "done")
             else:
                 each.crash(engine)
-                each.bury(engine)
+                each.fail_engine(engine)
         today = datetime.now(UTC).date()
         done = UsageTotals(1, 10, 1, 4, {"stop": 1})
         expected = [

@@ -1,16 +1,17 @@
--- flush: what a step brought, at once: the journal's entry, the publications, the records of what started and of what ended.
+-- flush: a step's outputs, at once: the journal's entry, the publications, the records of requests that started or ended.
 --
 -- KEYS 1-9 ledger, 10 slot, 11 journal
--- ARGV incarnation, step, now, retention in ms, steps kept, journal's time to live in ms, prefix of client channels, and the numbers of
---      messages, started, ended, notices; then
+-- ARGV incarnation, flush number, now, retention in ms, entries kept, journal's time to live in ms, prefix of client channels, and
+--      the numbers of messages, started, ended, notices; then
 --      messages: API server, payload; started: id, number of field names and values, these; ended: likewise; notices: channel, payload
--- Answer: 1, or 0 for a step that was flushed before.
+-- Answer: 1, or 0 for a flush that was done before.
 --
--- Sent twice: the journal's ids are the steps, and a stream refuses an id that is not higher than its last. Journal, then publish: what
--- a receiver missed is in the journal. Outputs of a request cost nothing of their own here: the columns are one message a server.
+-- Sent twice: the journal's ids are the flush numbers, and a stream refuses an id that is not higher than its last. The journal
+-- comes before the publications, so that an output that a receiver missed is in it. Outputs of a request cost nothing of their own:
+-- the columns are one message a server.
 
 local SLOT, JOURNAL = KEYS[10], KEYS[11]
-local incarnation, step, now, retention, kept, ttl, client_channel = unpack(ARGV, 1, 7)
+local incarnation, flush_number, now, retention, kept, ttl, client_channel = unpack(ARGV, 1, 7)
 local num_messages, num_started, num_ended, num_notices = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])
 
 if fenced(SLOT, incarnation) then return redis.error_reply(FENCED) end
@@ -19,9 +20,9 @@ local at = 12
 local messages_end = at + 2 * num_messages
 local journaled
 if num_messages > 0 then
-  journaled = redis.pcall('XADD', JOURNAL, 'MAXLEN', '~', kept, step .. '-0', unpack(ARGV, at, messages_end - 1))
+  journaled = redis.pcall('XADD', JOURNAL, 'MAXLEN', '~', kept, flush_number .. '-0', unpack(ARGV, at, messages_end - 1))
 else
-  journaled = redis.pcall('XADD', JOURNAL, 'MAXLEN', '~', kept, step .. '-0', '', '')
+  journaled = redis.pcall('XADD', JOURNAL, 'MAXLEN', '~', kept, flush_number .. '-0', '', '')
 end
 if type(journaled) == 'table' then
   if string.find(journaled.err, 'equal or smaller', 1, true) then return 0 end

@@ -116,8 +116,8 @@ class World:
         """The heartbeat of an engine ran out."""
         self.raw.delete(keys.slot(self.model, engine.slot), keys.slot_info(self.model, engine.slot))
 
-    def bury(self, engine: Engine) -> int:
-        return self.bus.run(transitions.bury(self.model, engine.slot, engine.incarnation, "it died"))
+    def fail_engine(self, engine: Engine) -> int:
+        return self.bus.run(transitions.fail_engine(self.model, engine.slot, engine.incarnation, "it died"))
 
     def record(self, request_id: str) -> RecordView:
         view = self.bus.run(records.record(self.model, request_id))

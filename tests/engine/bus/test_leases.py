@@ -75,7 +75,7 @@ def test_from_heartbeat_to_burial(world: World) -> None:
         pass
     assert watch.observe(world.bus.run(leases.observe(world.model)), 0.0) == []
     (dead,) = watch.observe(world.bus.run(leases.observe(world.model)), 2.0)
-    assert world.bus.run(transitions.bury(world.model, *dead, "it died")) == 1
+    assert world.bus.run(transitions.fail_engine(world.model, *dead, "it died")) == 1
     assert watch.observe(world.bus.run(leases.observe(world.model)), 4.0) == []
 
 

@@ -176,7 +176,7 @@ def test_without_memory_engines_stay_alive_and_requests_can_end(world: World) ->
         world.bus.run(leases.beat(world.model, engine.slot, engine.incarnation, info))
         assert world.bus.run(transitions.finish(world.model, "b", Abort("b"))).state == "queued"
         assert world.bus.run(leases.release_slot(world.model, engine.slot, engine.incarnation))
-        assert world.bus.run(transitions.bury(world.model, engine.slot, engine.incarnation, "it died")) == 1
+        assert world.bus.run(transitions.fail_engine(world.model, engine.slot, engine.incarnation, "it died")) == 1
     finally:
         world.raw.config_set("maxmemory", 0)
     assert (world.record("a").reason, world.record("b").reason) == ("error", "abort")

@@ -31,7 +31,7 @@ class Walk:
     def step(self) -> None:
         moves: list[Callable[[], None]] = [
             self.enqueue, self.enqueue, self.enqueue, self.resend, self.start_engine, self.take, self.take, self.take,
-            self.flush, self.flush, self.finish, self.abort_early, self.crash, self.bury, self.zombie, self.repeat_take,
+            self.flush, self.flush, self.finish, self.abort_early, self.crash, self.fail_engine, self.zombie, self.repeat_take,
         ]  # fmt: skip
         self.random.choice(moves)()
 
@@ -106,12 +106,12 @@ class Walk:
             self.world.crash(engine)
             self.dead.append(engine)
 
-    def bury(self) -> None:
+    def fail_engine(self) -> None:
         for engine in self.alive:
-            assert self.world.bury(engine) == 0
+            assert self.world.fail_engine(engine) == 0
         if self.dead:
             engine = self.random.choice(self.dead)
-            self.world.bury(engine)
+            self.world.fail_engine(engine)
             assert all(self.world.record(name).state == "ended" for name in engine.running)
 
     def zombie(self) -> None:
@@ -134,7 +134,7 @@ def test_any_interleaving_leaves_the_ledger_whole(each_redis_url: str, seed: int
         for engine in walk.alive:
             world.crash(engine)
         for engine in walk.alive + walk.dead:
-            world.bury(engine)
+            world.fail_engine(engine)
         for name in world.queued():
             world.finish(name)
         world.check_integrity()

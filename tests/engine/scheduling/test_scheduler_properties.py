@@ -317,11 +317,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         failed = [self.scheduler.rows.request(row) for row in output.failed_rows]
         for request in failed:
             self.stories[request.key].failed = True
-        fenced = list(self.scheduler.live.fenced)
+        deferred = list(self.scheduler.live.deferred)
         preemptions = self.scheduler.statistics.counters.preemptions
         outputs = self.scheduler.update_from_output(plan, output, self.time)
         self._receive(outputs)
-        assert all(request in fenced and not request.block_ids for request in outputs.released)
+        assert all(request in deferred and not request.block_ids for request in outputs.released)
         assert all(request.status.finished for request in failed)
         type(self).num_restarted += self.scheduler.statistics.counters.preemptions - preemptions
         self.in_step = False

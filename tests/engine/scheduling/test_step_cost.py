@@ -13,7 +13,7 @@ import pytest
 from engine.bus.connection import Bus
 from engine.config import SchedulerConfig
 from engine.protocol import EngineCoreOutputs, decode_client_message, decode_column
-from engine.runtime.publisher import Outflow, Report
+from engine.runtime.publisher import Publisher, StepEvents
 from engine.scheduling.scheduler import Scheduler
 from gpu.config import ModelConfig, ParallelConfig, WorkerConfig
 from gpu.executor import Executor
@@ -51,7 +51,7 @@ class Decodes:
         self.executor = Executor.make(WorkerConfig(ModelConfig(load_format="null"), parallel=parallel, **limits))
         self.executor.start()
         self.executor.allocate_kv(num_blocks, 8 * BLOCK_SIZE)
-        self.outflow = Outflow(Bus("redis://nowhere"), "model", "0", 1, ["a", "b"], lambda error: None, retention=60)
+        self.publisher = Publisher(Bus("redis://nowhere"), "model", "0", 1, ["a", "b"], lambda error: None, retention=60)
         for index in range(size):
             prompt = range(1000 * index, 1000 * index + 20)
             self.scheduler.add_request(
@@ -59,13 +59,13 @@ class Decodes:
             )
 
     def step(self) -> tuple[SchedulerOutput, list[int], dict[str, bytes]]:
-        """The plan; calls of schedule, encoding, update and outflow; messages by API server."""
+        """The plan; calls of schedule, encoding, update and publisher; messages by API server."""
         plan, planning = counted(lambda: self.scheduler.schedule(0.0))
         _, encoding = counted(lambda: encode(plan))
         self.executor.submit(plan)
         output = self.executor.collect()
         outputs, updating = counted(lambda: self.scheduler.update_from_output(plan, output, 0.0))
-        call, telling = counted(lambda: self.outflow.call_for(Report(outputs)))
+        call, telling = counted(lambda: self.publisher.call_for(StepEvents(outputs)))
         clients, payloads = call.arguments[11::2], call.arguments[12::2]
         return plan, [planning, encoding, updating, telling], dict(zip(clients, payloads, strict=True))  # type: ignore[arg-type]
 

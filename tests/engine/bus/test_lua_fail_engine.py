@@ -1,4 +1,4 @@
-"""bury.lua: what a dead engine had in flight ends with one error each, and nobody else's does."""
+"""fail_engine.lua: what a dead engine had in flight ends with one error each, and nobody else's does."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def test_everything_in_flight_ends_with_the_error(world: World) -> None:
     world.bus.run(world.flush_call(engine, started=[("a", {"scheduled": "1.5"})]))
     world.crash(engine)
     with Listener(world) as listener:
-        assert world.bury(engine) == 2
+        assert world.fail_engine(engine) == 2
         ended = {(message.request_id, message.handle, message.reason, message.error) for message in listener.wait_for(2)}  # type: ignore[union-attr]
     assert ended == {(request.request_id, request.handle, FinishReason.ERROR, "it died") for request in requests[:2]}
     assert [world.record(name).state for name in "abc"] == ["ended", "ended", "queued"]
     assert (world.record("a").reason, world.record("a").error) == ("error", "it died")
     assert {line["prompt_tokens"] for line in world.usage_lines()} == {"9", "0"}, "only what was scheduled costs"
-    assert world.bury(engine) == 0
+    assert world.fail_engine(engine) == 0
     world.check_integrity()
 
 
-def test_the_living_are_not_buried(world: World) -> None:
+def test_the_requests_of_the_living_do_not_end(world: World) -> None:
     world.enqueue(world.request("a"))
     engine = world.engine()
     world.take(engine)
-    assert world.bury(engine) == 0
+    assert world.fail_engine(engine) == 0
     assert world.record("a").state == "running"
     world.check_integrity()
 
@@ -57,7 +57,7 @@ def test_a_replacement_keeps_its_own(world: World) -> None:
     world.crash(first)
     second = world.engine()
     world.take(second)
-    assert world.bus.run(transitions.bury(world.model, second.slot, second.incarnation - 1, "it died")) == 1
+    assert world.bus.run(transitions.fail_engine(world.model, second.slot, second.incarnation - 1, "it died")) == 1
     assert [world.record(name).state for name in "ab"] == ["ended", "running"]
     world.end(second, "b")
     world.check_integrity()
@@ -70,9 +70,9 @@ def test_the_dead_of_long_ago_do_not_take_later_ones_with_them(world: World) -> 
     second = world.engine()
     world.take(second)
     world.crash(second)
-    assert world.bury(first) == 0
+    assert world.fail_engine(first) == 0
     assert world.record("a").state == "running"
-    assert world.bury(second) == 1
+    assert world.fail_engine(second) == 1
 
 
 def test_more_than_a_batch(world: World) -> None:
@@ -81,7 +81,7 @@ def test_more_than_a_batch(world: World) -> None:
         world.enqueue(*(world.request() for _ in range(128)))
     world.take(engine, 384)
     world.crash(engine)
-    assert world.bury(engine) == 384
+    assert world.fail_engine(engine) == 384
     world.check_integrity()
 
 
@@ -95,7 +95,7 @@ def test_a_batch_of_a_replacements_own_is_passed_over(world: World) -> None:
     # the first one's last request comes behind the second's in the pending list
     world.enqueue(world.request("last"))
     world.raw.hset(keys.record(world.model, "r300"), "incarnation", first.incarnation)
-    assert world.bury(first) == 101
+    assert world.fail_engine(first) == 101
     world.check_integrity()
 
 
@@ -104,20 +104,20 @@ def test_many_observers_at_once_end_each_request_once(world: World) -> None:
     engine = world.engine()
     world.take(engine, 100)
     world.crash(engine)
-    buried: list[int] = []
+    failed: list[int] = []
     with Listener(world) as listener:
-        threads = [threading.Thread(target=lambda: buried.append(world.bury(engine))) for _ in range(4)]
+        threads = [threading.Thread(target=lambda: failed.append(world.fail_engine(engine))) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         told = [message.request_id for message in listener.wait_for(100) if isinstance(message, RequestEnded)]
-    assert sum(buried) == 100
+    assert sum(failed) == 100
     assert len(told) == len(set(told)) == 100
     world.check_integrity()
 
 
-def test_a_lost_answer_buries_nothing_twice(world: World) -> None:
+def test_a_lost_answer_ends_nothing_twice(world: World) -> None:
     world.enqueue(world.request("a"))
     engine = world.engine()
     world.take(engine)
@@ -125,7 +125,7 @@ def test_a_lost_answer_buries_nothing_twice(world: World) -> None:
     with LossyProxy(world.url) as proxy, Bus(proxy.url) as bus:
         bus.run(queue_depth(world.model))
         proxy.losses = 1
-        assert bus.run(transitions.bury(world.model, engine.slot, engine.incarnation, "it died")) == 0
+        assert bus.run(transitions.fail_engine(world.model, engine.slot, engine.incarnation, "it died")) == 0
         assert proxy.lost == 1
     assert world.record("a").error == "it died"
     world.check_integrity()
@@ -138,7 +138,7 @@ def test_entries_that_were_trimmed_away_end_their_requests_too(world: World) -> 
     world.take(engine, 2)
     world.crash(engine)
     world.raw.xdel(keys.requests(world.model), outcome.entries[0])
-    assert world.bury(engine) == 2
+    assert world.fail_engine(engine) == 2
     assert world.record("a").state == "ended"
     world.check_integrity()
 
@@ -149,7 +149,7 @@ def test_entries_of_which_nothing_is_known_are_cleared_away(world: World) -> Non
     world.take(engine)
     world.raw.delete(keys.record(world.model, "a"))
     world.crash(engine)
-    assert world.bury(engine) == 0
+    assert world.fail_engine(engine) == 0
     assert (world.entries(), world.pending()) == ({}, {})
 
 
@@ -158,17 +158,17 @@ def test_who_saw_the_process_exit_frees_the_slot_and_need_not_wait(world: World)
     engine = world.engine()
     world.take(engine)
     assert world.bus.run(leases.release_slot(world.model, engine.slot, engine.incarnation)) is True
-    assert world.bury(engine) == 1
+    assert world.fail_engine(engine) == 1
     assert world.bus.run(leases.engines(world.model)) == []
     with pytest.raises(Fenced):
         world.take(engine)
     heir = world.engine()
     assert heir.slot == engine.slot
     assert world.bus.run(leases.release_slot(world.model, engine.slot, engine.incarnation)) is False
-    assert world.bury(engine) == 0
+    assert world.fail_engine(engine) == 0
     assert len(world.bus.run(leases.engines(world.model))) == 1, "its heir lives"
     world.check_integrity()
 
 
-def test_of_a_model_that_never_was_there_is_nothing_to_bury(world: World) -> None:
-    assert world.bus.run(transitions.bury("nobody", "0", 1, "it died")) == 0
+def test_of_a_model_that_never_was_there_is_nothing_to_end(world: World) -> None:
+    assert world.bus.run(transitions.fail_engine("nobody", "0", 1, "it died")) == 0

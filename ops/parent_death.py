@@ -1,4 +1,4 @@
-"""Runs a command that cannot outlive its parent: `python tether.py PARENT COMMAND...`.
+"""Runs a command that cannot outlive its parent: `python parent_death.py PARENT COMMAND...`.
 
 It asks the kernel for SIGKILL at the parent's death, which holds across exec, and becomes the command. A wrapper and not a hook
 between fork and exec: the hook would run Python in a forked copy of a process with threads. Where the parent died before the
@@ -15,12 +15,12 @@ import sys
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-def tethered(command: list[str]) -> list[str]:
+def bound_to_parent(command: list[str]) -> list[str]:
     """`command` so wrapped that it dies with the calling thread. Start it from the main thread, which lives longest."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
-def tie(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Have the calling process killed when process `parent`, which started it, ends. Linux alone knows this; a no-op elsewhere."""
     if sys.platform != "linux":
         return
@@ -31,7 +31,7 @@ def tie(parent: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    tie(int(arguments[0]))
+    die_with_parent(int(arguments[0]))
     try:
         os.execvp(arguments[1], arguments[1:])
     except OSError as error:

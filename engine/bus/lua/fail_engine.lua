@@ -1,4 +1,4 @@
--- bury: what a dead engine had in flight ends with an error, and the API servers that wait for it are told.
+-- fail_engine: the requests that a dead engine had in flight end with an error, and their API servers are told.
 --
 -- KEYS 1-9 ledger, 10 slot
 -- ARGV incarnation (this and those before it are dead), error's number among the reasons, error text, now, retention in ms, entries to
@@ -14,7 +14,7 @@ local holder = redis.call('GET', KEYS[10])
 if holder and tonumber(holder) <= tonumber(incarnation) then return {0, ''} end
 if redis.call('EXISTS', REQUESTS) == 0 then return {0, ''} end
 
-local function bury_entry(entry)
+local function fail_entry(entry)
   local id = read_entry(entry) or find_by_entry(entry)
   local owner = id and redis.call('HGET', RECORD .. id, 'incarnation')
   if not owner then
@@ -32,7 +32,7 @@ local function bury_entry(entry)
 end
 
 local pending = redis.call('XPENDING', REQUESTS, GROUP, start, '+', count, consumer)
-local buried = 0
-for _, item in ipairs(pending) do buried = buried + bury_entry(item[1]) end
-if #pending < tonumber(count) then return {buried, ''} end
-return {buried, '(' .. pending[#pending][1]}
+local failed = 0
+for _, item in ipairs(pending) do failed = failed + fail_entry(item[1]) end
+if #pending < tonumber(count) then return {failed, ''} end
+return {failed, '(' .. pending[#pending][1]}
