@@ -1,4 +1,6 @@
-"""The Celery application: upkeep on beat, on the same Redis as the bus. `celery -A ops.celery_app worker -B --pool solo` runs it.
+"""The Celery application of the maintenance process, on the same Redis as the bus.
+
+`headrace maintenance` runs it, and so does `celery -A ops.celery_app worker -B --pool solo`.
 
 Every task is short, safe to run twice and at the same time, and acknowledged after it is done: a worker that is killed loses
 nothing, and the next beat would do the work anyway. Importing this loads neither torch nor the API server.
@@ -36,7 +38,7 @@ app.conf.update(
     task_acks_late=True,
     task_reject_on_worker_lost=True,
     worker_prefetch_multiplier=1,
-    task_default_queue="upkeep",
+    task_default_queue="maintenance",
     broker_connection_retry_on_startup=True,
     broker_connection_max_retries=None,
     # A killed worker's message comes back after this many seconds. The tasks take a few at most.

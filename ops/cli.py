@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import version as distribution_version
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
@@ -27,6 +27,11 @@ progress_option = click.option("--progress-fd", type=int, hidden=True)
 
 class Commands(click.Group):
     """Commands in the order of their writing, which is the order of a first day with headrace."""
+
+    ALIASES: ClassVar = {"worker": "maintenance"}
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, self.ALIASES.get(cmd_name, cmd_name))
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -52,9 +57,9 @@ def cli() -> None:
 def serve(config_file: str | None, **values: Any) -> int:
     """Serve MODEL: a safetensors directory, a .gguf file, or `demo` (SmolLM2-135M-Instruct, fetched at the first use).
 
-    Starts an embedded Valkey where no --redis-url is given, the API servers, engines with their workers, and a Celery worker for
-    upkeep; starts again what dies; ends them all on Ctrl-C or SIGTERM. Every option is also an environment variable
-    (HEADRACE_MAX_MODEL_LEN) and a line of the --config file (max-model-len: 4096).
+    Starts an embedded Valkey where no --redis-url is given, the API servers, engines with their workers, and the maintenance
+    process. It restarts processes that die, and stops all of them on Ctrl-C or SIGTERM. Every option is also an environment
+    variable (HEADRACE_MAX_MODEL_LEN) and a line of the --config file (max-model-len: 4096).
     """
     from ops.logs import begin_logging
     from ops.serve import serve as run
@@ -86,14 +91,19 @@ def engine(config_file: str | None, progress_fd: int | None, **values: Any) -> i
     return run_engine(_with_redis(resolve(given(values), os.environ, config_file)), progress_fd)
 
 
-@cli.command(cls=SettingsCommand, short_help="Run the Celery worker for upkeep alone, on a Redis.")
+@cli.command(cls=SettingsCommand, short_help="Run the maintenance process alone, on a Redis.")
 @config_option
 @setting_options(("redis", "log"))
-def worker(config_file: str | None, **values: Any) -> int:
-    """Run Celery with beat on the Redis of --redis-url: it ends what dead servers left, expires records and sums usage up."""
-    from ops.roles import run_worker
+def maintenance(config_file: str | None, **values: Any) -> int:
+    """Run Celery with beat on the Redis of --redis-url.
 
-    return run_worker(_with_redis(resolve(given(values), os.environ, config_file)))
+    It ends the requests that dead processes left, expires records, and sums usage.
+
+    `headrace worker` is an older name of this command.
+    """
+    from ops.roles import run_maintenance
+
+    return run_maintenance(_with_redis(resolve(given(values), os.environ, config_file)))
 
 
 for command in (ps, inspect, abort, engines, usage, simulate):

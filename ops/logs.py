@@ -34,7 +34,7 @@ def resolve_format(config: LogConfig, stream: IO[str] = sys.stderr) -> str:
 
 
 def configure_logging(config: LogConfig, role: str) -> None:
-    """Send all loggers of this process to stderr in the configured form. `role` names the process: serve, api, engine, worker."""
+    """Send all loggers of this process to stderr in the configured form. `role` names the process, as its command does."""
     handler = _StderrHandler()
     handler.setFormatter(_TextFormatter(role) if resolve_format(config) == "text" else _JsonFormatter(role))
     root = logging.getLogger()

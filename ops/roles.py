@@ -1,4 +1,4 @@
-"""Runs one role in this process: what `headrace api`, `engine` and `worker` do, started by hand, by `serve`, or in a container."""
+"""Runs one role in this process: the commands `headrace api`, `engine` and `maintenance`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run_api(resolved: Resolved, descriptor: int | None) -> int:
     return server.run_api(config.api, config.redis, listener)
 
 
-def run_worker(resolved: Resolved) -> int:
+def run_maintenance(resolved: Resolved) -> int:
     """Run Celery with beat until a signal; returns the exit status."""
     from celery.apps import worker as celery_worker
     from celery.signals import setup_logging
@@ -67,7 +67,7 @@ def run_worker(resolved: Resolved) -> int:
     from ops.celery_app import app
 
     def keep_ours(**_: Any) -> None:
-        begin_logging(resolved, "worker")
+        begin_logging(resolved, "maintenance")
 
     setup_logging.connect(keep_ours)
     vars(celery_worker)["safe_say"] = lambda message, *_: log.info(message)  # its own writes past all loggers

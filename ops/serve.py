@@ -1,7 +1,7 @@
 """`headrace serve`: the whole server on one machine, as processes under one supervisor.
 
     valkey (unless --redis-url)  <-  engines (their workers)  <-  API servers on one socket
-                                 <-  Celery worker with beat
+                                 <-  maintenance (Celery with beat)
 
 The roles find their settings in the environment; nothing about them is passed through this process once they run.
 """
@@ -38,9 +38,9 @@ from ops.supervise import Child, Command, Exit, Supervisor, numbered, role
 log = logging.getLogger(__name__)
 
 API_SECTIONS = ("api", "redis", "log")
-WORKER_SECTIONS = ("redis", "log")
+MAINTENANCE_SECTIONS = ("redis", "log")
 API_STOP_SECONDS = 10.0  # beyond --shutdown-timeout
-WORKER_STOP_SECONDS = 10.0
+MAINTENANCE_STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
 METRICS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's name
 
@@ -101,7 +101,7 @@ class _Serve:
         self._display.update("start", None)
         await self._start_redis()
         show_configuration(self._resolved)
-        self._supervisor.start(self._worker())
+        self._supervisor.start(self._maintenance())
         replicas = await asyncio.to_thread(Replicas, self._resolved)
         engines = Engines(self._config, replicas, self._supervisor, self._display.update, _write_line)
         engines.start()
@@ -144,10 +144,12 @@ class _Serve:
             )
             yield self._child(command, on_exit=partial(_forget_gauges, environment.get(METRICS_DIRECTORY)))
 
-    def _worker(self) -> Child:
-        """Celery: upkeep by beat. What it does can wait, so its death stops nothing."""
-        environment = role_environment(self._config, WORKER_SECTIONS, os.environ)
-        return self._child(Command("worker", role("worker"), environment, stop_timeout=WORKER_STOP_SECONDS, essential=False))
+    def _maintenance(self) -> Child:
+        """None of its work is urgent, so that its death stops nothing."""
+        environment = role_environment(self._config, MAINTENANCE_SECTIONS, os.environ)
+        return self._child(
+            Command("maintenance", role("maintenance"), environment, stop_timeout=MAINTENANCE_STOP_SECONDS, essential=False)
+        )
 
     def _child(self, command: Command, **watchers: Callable[..., Any]) -> Child:
         return Child(command, on_line=_write_line, **watchers)

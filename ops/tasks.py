@@ -1,4 +1,4 @@
-"""Upkeep: ending what nobody waits for or works on, expiring, counting.
+"""Maintenance: ends requests that no client waits for or no engine works on, expires records, sums usage.
 
 Each task does a bounded piece and leaves the rest to its next run; where Redis is away it does nothing, for the same reason.
 """

@@ -19,8 +19,10 @@ class UsageRow:
 
 
 def usage_rows(bus: Bus, since: date | None = None, until: date | None = None) -> list[UsageRow]:
-    """All sums from `since` to `until`, both included, by day, model and tenant. Lines that upkeep has not counted yet are counted
-    now. Raises BusUnavailable."""
+    """All sums from `since` to `until`, both included, by day, model and tenant. Raises BusUnavailable.
+
+    Lines that maintenance has not counted yet are counted now.
+    """
     rows = []
     for model in bus.run(leases.models()):
         bus.run(usage.roll_usage(model))

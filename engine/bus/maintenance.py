@@ -1,4 +1,4 @@
-"""What upkeep looks at and tidies. Every call is safe to run twice and from several processes at once."""
+"""The calls of the maintenance process. Every call is safe to run twice and from several processes at once."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ user health on nopass +ping
 user admin on >$REDIS_ADMIN_PASSWORD ~* &* +@all
 user api on >$REDIS_API_PASSWORD &headrace:* $commands $ledger ~$model:control:* ~headrace:api:* ~headrace:apis $slots %R~$model:tokenizer:* %R~$model:journal:* %R~$model:usage:* %R~headrace:models
 user engine on >$REDIS_ENGINE_PASSWORD &headrace:* $commands $ledger ~$model:control:* $slots ~$model:claim:* ~$model:taken:* ~$model:shares ~$model:journal:* ~$model:tokenizer:* ~headrace:models
-user worker on >$REDIS_WORKER_PASSWORD &headrace:* $commands $ledger ~$model:control:* ~$model:usage:* ~$model:absent:* $slots %R~headrace:models ~headrace:api:* ~headrace:apis ~headrace:absent:* ~headrace:celery:*
+user maintenance on >$REDIS_MAINTENANCE_PASSWORD &headrace:* $commands $ledger ~$model:control:* ~$model:usage:* ~$model:absent:* $slots %R~headrace:models ~headrace:api:* ~headrace:apis ~headrace:absent:* ~headrace:celery:*
 ACL
 
 # The public image's entry point gives /data to the user redis and goes on as that user.

@@ -83,7 +83,7 @@ class Serving:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def children(self, role: str) -> list[psutil.Process]:
-        """The direct children that run as api, engine, worker or valkey."""
+        """The direct children that run as api, engine, maintenance or valkey."""
         found = []
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -15,7 +15,7 @@ from ops.cli import cli
 from ops.settings import SETTINGS
 
 HEAVY = ("torch", "numba", "transformers", "fastapi", "celery", "uvicorn")
-COMMANDS = ["serve", "api", "engine", "worker", "ps", "inspect", "abort", "engines", "usage", "simulate", "version"]
+COMMANDS = ["serve", "api", "engine", "maintenance", "ps", "inspect", "abort", "engines", "usage", "simulate", "version"]
 
 
 def headrace(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -40,6 +40,11 @@ def test_every_command_has_help_for_every_option(command: str) -> None:
             continue
         assert parameter.opts[0] in result.stdout
         assert getattr(parameter, "help", "") or getattr(parameter.type, "choices", ()), f"{command} {parameter.name} has no help"
+
+
+def test_an_older_name_of_a_command_is_understood() -> None:
+    result = CliRunner().invoke(cli, ["worker", "-h"])
+    assert result.exit_code == 0 and "older name" in result.stdout
 
 
 def test_serve_has_a_flag_for_every_setting_under_the_title_of_its_section() -> None:

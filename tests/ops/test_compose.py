@@ -21,7 +21,7 @@ import yaml
 from tests.redis_server import embedded_valkey
 
 REPOSITORY = Path(__file__).parents[2]
-ROLES = ("admin", "api", "engine", "worker")
+ROLES = ("admin", "api", "engine", "maintenance")
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ def test_every_role_does_its_work_with_its_own_rights(guarded: dict[str, str], s
     with (
         running(engine, tmp_path / "engine", HEADRACE_REDIS_URL=guarded["engine"], HEADRACE_NULL_RUNNER="step_seconds=0.02"),
         running([*role, "api", "--port", port], tmp_path / "api", HEADRACE_REDIS_URL=guarded["api"]),
-        running([*role, "worker"], tmp_path / "worker", HEADRACE_REDIS_URL=guarded["worker"]),
+        running([*role, "maintenance"], tmp_path / "maintenance", HEADRACE_REDIS_URL=guarded["maintenance"]),
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
     ):
         until(lambda: client.get("/ready").status_code == 200, 30, tmp_path / "api")
@@ -94,11 +94,11 @@ def test_every_role_does_its_work_with_its_own_rights(guarded: dict[str, str], s
         assert len(answer(guarded["api"], "engines")) == len(answer(guarded["engine"], "engines")) == 1
         with redis.Redis.from_url(guarded["admin"]) as admin:
             usage = "headrace:{a model: %7Bx%7D}:usage"
-            until(lambda: admin.xlen(usage) == 0, 20, tmp_path / "worker")
+            until(lambda: admin.xlen(usage) == 0, 20, tmp_path / "maintenance")
             assert admin.acl_log() == [], "nobody was refused anything"
-        (used,) = answer(guarded["worker"], "usage")
+        (used,) = answer(guarded["maintenance"], "usage")
         assert used["requests"] == 2
-    for name in ("engine", "api", "worker"):
+    for name in ("engine", "api", "maintenance"):
         assert "Traceback" not in (tmp_path / name).read_text(), (tmp_path / name).read_text()
 
 
@@ -120,15 +120,15 @@ def answer(redis_url: str, *arguments: str) -> Any:
         ("api", ("ACL", "LIST")),
         ("api", ("XADD", "headrace:{m}:journal:0:1", "*", "a", "b")),
         ("api", ("SET", "headrace:{m}:tokenizer:x", "y")),
-        ("api", ("LPUSH", "headrace:celery:upkeep", "x")),
+        ("api", ("LPUSH", "headrace:celery:maintenance", "x")),
         ("engine", ("SHUTDOWN",)),
         ("engine", ("SET", "headrace:api:{1}", "x")),
         ("engine", ("DEL", "headrace:{m}:usage:days")),
         ("engine", ("SET", "elsewhere", "x")),
-        ("worker", ("XADD", "headrace:{m}:journal:0:1", "*", "a", "b")),
-        ("worker", ("SET", "headrace:{m}:tokenizer:x", "y")),
-        ("worker", ("PUBLISH", "elsewhere", "x")),
-        ("worker", ("SCRIPT", "FLUSH")),
+        ("maintenance", ("XADD", "headrace:{m}:journal:0:1", "*", "a", "b")),
+        ("maintenance", ("SET", "headrace:{m}:tokenizer:x", "y")),
+        ("maintenance", ("PUBLISH", "elsewhere", "x")),
+        ("maintenance", ("SCRIPT", "FLUSH")),
     ],
 )
 def test_a_role_may_not_do_what_is_not_its_work(guarded: dict[str, str], user: str, command: tuple[str, ...]) -> None:
@@ -139,7 +139,7 @@ def test_a_role_may_not_do_what_is_not_its_work(guarded: dict[str, str], user: s
 
 def test_every_service_restarts_and_is_watched() -> None:
     services = yaml.safe_load((REPOSITORY / "compose.yaml").read_text())["services"]
-    assert set(services) == {"redis", "api", "engine", "engine-gpu", "worker"}
+    assert set(services) == {"redis", "api", "engine", "engine-gpu", "maintenance"}
     for name, service in services.items():
         assert service["restart"] == "unless-stopped" and "healthcheck" in service, name
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}

@@ -115,13 +115,13 @@ def test_what_they_would_read_differently_is_refused(url: str, complaint: str) -
     with pytest.raises(SettingError, match=r"^--redis-url: ") as refusal:
         parse_redis_url(url)
     assert complaint in str(refusal.value) and "secret" not in str(refusal.value)
-    for arguments in (["ps"], ["serve", "demo"], ["api"], ["worker"], ["engine", "demo"]):
+    for arguments in (["ps"], ["serve", "demo"], ["api"], ["maintenance"], ["engine", "demo"]):
         done = CliRunner().invoke(cli, [*arguments, "--redis-url", url], standalone_mode=False)
         assert isinstance(done.exception, CommandError) and done.exception.exit_code == 78
         break
 
 
-@pytest.mark.parametrize("command", [["ps"], ["serve", "demo"], ["api"], ["worker"], ["engine", "demo"]])
+@pytest.mark.parametrize("command", [["ps"], ["serve", "demo"], ["api"], ["maintenance"], ["engine", "demo"]])
 def test_every_command_refuses_it_in_one_line(command: list[str]) -> None:
     done = CliRunner().invoke(cli, [*command, "--redis-url", "redis://:p/w@h"], standalone_mode=False)
     assert isinstance(done.exception, SettingError) and done.exception.exit_code == 78
@@ -220,7 +220,7 @@ class OldRedis(socketserver.StreamRequestHandler):
 
 def test_a_redis_that_is_too_old_is_one_line_that_names_the_version() -> None:
     with Server(OldRedis) as server:
-        for command in (["ps"], ["worker"]):
+        for command in (["ps"], ["maintenance"]):
             url = f"redis://127.0.0.1:{server.server_address[1]}/0"
             done = CliRunner().invoke(cli, [*command, "--redis-url", url], standalone_mode=False)
             assert isinstance(done.exception, CommandError) and done.exception.exit_code == 78

@@ -186,7 +186,7 @@ def test_where_memory_does_not_suffice_for_several_engines_one_serves(tiny_llama
         )
 
 
-@pytest.mark.parametrize("role", ["valkey", "worker"])
+@pytest.mark.parametrize("role", ["valkey", "maintenance"])
 def test_any_other_process_that_dies_is_replaced(server: Serving, role: str) -> None:
     killed = server.child(role)
     assert server.complete().status_code == 200

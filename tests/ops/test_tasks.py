@@ -1,4 +1,4 @@
-"""Upkeep by real Celery workers: what the dead leave behind is ended, and everything is counted once, whoever is killed."""
+"""Maintenance by real Celery workers: what the dead leave behind is ended, and everything is counted once, whoever is killed."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_where_redis_is_away_a_task_does_nothing(monkeypatch: pytest.MonkeyPatch
         assert [task() for task in every] == [0, 0, 0, 0]
 
 
-def test_upkeep_goes_on_after_redis_was_away() -> None:
+def test_maintenance_goes_on_after_redis_was_away() -> None:
     server = RedisServer(None, "--appendonly", "yes", "--appendfsync", "always")
     try:
         with World(server.url, MODEL) as world, worker(server.url):

@@ -1,4 +1,4 @@
--- absent: has a heartbeat key been missing at two looks of upkeep, far enough apart?
+-- absent: has a heartbeat key been missing at two looks of maintenance, far enough apart?
 --
 -- KEYS the heartbeat's key, marker
 -- ARGV least time between the looks in ms, most time in ms

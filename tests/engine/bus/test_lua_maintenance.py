@@ -1,4 +1,4 @@
-"""absent.lua and roll_usage.lua, and the looks and sweeps of upkeep around them."""
+"""absent.lua and roll_usage.lua, and the looks and sweeps of maintenance around them."""
 
 from __future__ import annotations
 
