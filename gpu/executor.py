@@ -171,7 +171,8 @@ class UniProcExecutor(Executor):
         try:
             yield
         except Exception as error:
-            logger.exception("rank 0 failed %s", doing)
+            if not is_permanent(error):
+                logger.exception("rank 0 failed %s", doing)
             self._runner = None
             self._fail(WorkerError(f"rank 0 failed {doing}: {describe(error)}", is_permanent(error)))
 

@@ -167,7 +167,8 @@ class Worker:
                 return 0
             # At once, before ranks that need this one fail too.
             self.report(Failed(self._doing, describe(error), time.monotonic(), is_permanent(error)))
-            logger.exception("rank %d failed %s", self.rank, self._doing)
+            if not is_permanent(error):
+                logger.exception("rank %d failed %s", self.rank, self._doing)
             return 1
         leave_group()
         return 0

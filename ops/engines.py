@@ -43,6 +43,7 @@ class Engines:
         self._on_line = on_line
         self._children: list[Child] = []
         self._are_up = False
+        self._is_permanent = False  # a failure that fewer engines would have too
         self._failure: asyncio.Future[ChildFailed] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
@@ -87,7 +88,7 @@ class Engines:
 
     def _may_be_fewer(self, failure: ChildFailed) -> bool:
         """Whether a failure is not the end: at the start, of more engines than were asked for."""
-        if self._are_up or not self._replicas.are_chosen or len(self._children) == 1:
+        if self._are_up or self._is_permanent or not self._replicas.are_chosen or len(self._children) == 1:
             return False
         if not self._failure.done():
             self._failure.set_result(failure)
@@ -101,6 +102,7 @@ class Engines:
         await self._all_ready()
 
     def _take_progress(self, slowest: Slowest, name: str, report: dict[str, Any]) -> None:
+        self._is_permanent |= report.get("permanent", False)
         if not self._are_up:
             if reached := slowest.report(name, report["phase"], report.get("fraction")):
                 self._show(*reached)

@@ -42,7 +42,10 @@ EXIT_TEMPORARY = 75
 
 
 class Progress:
-    """One JSON object a line to whoever started the process: {"phase": "load", "fraction": 0.4}, "ready", "failed"."""
+    """One JSON object a line to the process that started this one: {"phase": "load", "fraction": 0.4}, "ready", "failed".
+
+    A failure is `permanent` where fewer engines would fail the same way.
+    """
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
@@ -88,7 +91,7 @@ def run_engine(config: EngineConfig, progress_fd: int | None = None, shutdown_ti
         return _serve(config, progress, signals, shutdown_timeout)
     except (DoesNotFit, CheckpointError, UnfitRedis, UnsupportedConfiguration) as error:
         logger.error("%s", error)
-        progress.say("failed", message=str(error), permanent=True)
+        progress.say("failed", message=str(error), permanent=not isinstance(error, DoesNotFit))
         return EXIT_CONFIG
     except (Fenced, BusUnavailable) as error:
         logger.error("the engine lost its place: %s", error)

@@ -283,6 +283,18 @@ def test_a_configuration_that_cannot_work_is_one_line(null_model: tuple[str, ...
         assert left(family, timeout=0) == []
 
 
+def test_a_model_file_that_cannot_be_right_ends_the_start_at_once(smollm2_gguf: Path, tmp_path: Path) -> None:
+    key = b"llama.attention.head_count"
+    head = smollm2_gguf.read_bytes()
+    place = head.index(len(key).to_bytes(8, "little") + key) + 8 + len(key) + 4  # behind the key and the value's type
+    (tmp_path / "wrong.gguf").write_bytes(head[:place] + bytes(4) + head[place + 4 :])
+    with serving(str(tmp_path / "wrong.gguf"), data_dir=tmp_path / "data", ready=False) as server:
+        assert server.wait() == os.EX_CONFIG
+        assert server.lines[-1].startswith("headrace: ") and "wrong.gguf: llama.attention.head_count is 0" in server.lines[-1]
+        assert "Traceback" not in server.log
+        assert "starting it again" not in server.log and "starting one" not in server.log
+
+
 def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
