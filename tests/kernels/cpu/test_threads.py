@@ -5,10 +5,10 @@ import pytest
 from kernels.cpu import threads
 
 
-@pytest.mark.parametrize(("threads", "items"), [(1, 5), (3, 1), (3, 6), (4, 101)])
-def test_every_item_once(threads, items):
+@pytest.mark.parametrize(("count", "items"), [(1, 5), (3, 1), (3, 6), (4, 101)])
+def test_every_item_once(count, items):
     seen = []
-    threads.set_num_threads(threads)
+    threads.set_num_threads(count)
     try:
         threads.for_ranges(lambda begin, end: seen.extend(range(begin, end)), items)
     finally:
