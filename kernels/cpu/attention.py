@@ -10,6 +10,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from kernels.cpu.compiled import compiled
 from kernels.cpu.math import exp_float32
 from kernels.cpu.pairs import PAIR, pair
 from kernels.cpu.vectors import MOST_ROWS, add_weighted, largest, prefetch_block, score, total
@@ -174,7 +175,7 @@ def make_attend(head_dim: int, block_size: int, paired: bool) -> Callable[..., N
     # Numbers and types alone may be closed over: numba finds compiled code by their pickles, and a function has another each time.
     element, in_word = (np.uint32, PAIR) if paired else (np.float32, 1)
 
-    @numba.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
+    @compiled(fastmath={"contract"})
     def attend(
         out, query, key_cache, value_cache, block_tables, rows, query_start, context_lens, tiles, tile_tokens, scale, soft_cap,
         window, begin, end,

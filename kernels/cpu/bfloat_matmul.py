@@ -5,10 +5,10 @@ Where the processor multiplies pairs of bfloat16, a row costs half the multiplic
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
 
+from kernels.cpu.compiled import compiled
 from kernels.cpu.math import narrow, widen
 from kernels.cpu.pairs import PAIR
 from kernels.cpu.panel_matmul import PANEL, multiply
@@ -25,7 +25,7 @@ def pack_bfloat(weight: torch.Tensor) -> np.ndarray:
     return np.ascontiguousarray(padded.view(np.uint32).reshape(panels, PANEL, pairs).swapaxes(1, 2))
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def num_pairs(columns):
     return (columns + PAIR - 1) // PAIR
 
@@ -48,7 +48,7 @@ def bfloat_rows(packed: np.ndarray, indices: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def round_rows(packed, x):
     """x [rows, columns] rounded to bfloat16, tile by tile, pair by pair, the tile's rows beside each other."""
     rows, columns = x.shape
@@ -68,7 +68,7 @@ def round_rows(packed, x):
         row += count
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def _take_rows(out, packed, indices):
     for i in range(len(indices)):
         panel, column = indices[i] // PANEL, indices[i] % PANEL

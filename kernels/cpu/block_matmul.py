@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -21,6 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from kernels.cpu.compiled import compiled
 from kernels.cpu.dot import BYTES, WORDS, dot_bytes
 from kernels.cpu.ir import (
     FLOAT,
@@ -226,7 +226,7 @@ def _tile(typing_context, kind, rows, out, place, stride, x, sums, row, codes, s
     return types.none(kind, rows, out, place, stride, x, sums, row, codes, scales, panel, num_blocks, ahead, lines), generate
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def multiply(out, x, sums, codes, scales, kind, begin, end):
     """Panels begin..end-1 of the product; x and sums as `quantize_rows` packs them."""
     rows, columns = out.shape
@@ -254,7 +254,7 @@ def multiply(out, x, sums, codes, scales, kind, begin, end):
             ahead = min(ahead + blocks * lines, last_line - blocks * lines)
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@compiled()
 def quantize_rows(x, kind):
     """x [rows, columns] rounded to -127..127 by blocks. Returns, tile by tile and flat, words of four codes [blocks, groups, rows]
     and float32 [blocks, 2, rows]: a block's scale, and the sum of what its codes stand for; where minima are not kept, the bits of
@@ -295,7 +295,7 @@ def quantize_rows(x, kind):
     return packed, sums
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def _take_rows(out, codes, scales, indices, kind):
     bits, block_size, middle = _BITS[kind], _BLOCK_SIZES[kind], np.float32(_MIDDLES[kind])
     groups = block_size // GROUP

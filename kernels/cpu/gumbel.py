@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from kernels.cpu.compiled import compiled
 from kernels.cpu.math import log_float32
 
 CHUNK = 64  # tokens whose noise is made at once, in vector registers
@@ -13,7 +13,7 @@ MAX_NOISE = np.float32(16.64)  # -log(-log(1 - 2**-24)), rounded up: the largest
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def _fill(noise, words, key, position, first):
     """Noise of tokens first..first+CHUNK-1, first a multiple of four; that of token first + j goes to noise[_place(j)].
 
@@ -44,12 +44,12 @@ def _fill(noise, words, key, position, first):
         noise[j] = -log_float32(-log_float32(uniform))
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def _place(j):
     return j % 4 * QUADS + j // 4
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def fill_all(noise, key, position):
     chunk = np.empty(CHUNK, np.float32)
     words = np.empty(CHUNK, np.uint32)
@@ -59,7 +59,7 @@ def fill_all(noise, key, position):
         noise[token] = chunk[_place(token % CHUNK)]
 
 
-@numba.njit(cache=True, nogil=True, fastmath={"nnan"})
+@compiled(fastmath={"nnan"})
 def _largest(x):
     largest = _MINUS_INFINITY
     for i in range(len(x)):
@@ -67,7 +67,7 @@ def _largest(x):
     return largest
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def draw(drawn, logits, greedy, seeds, positions):
     vocab = logits.shape[1]
     highest = np.empty((vocab + CHUNK - 1) // CHUNK, np.float32)  # logit of each chunk

@@ -5,10 +5,10 @@ A row costs half the bytes of a float32 product, and as many multiplications.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
 
+from kernels.cpu.compiled import compiled
 from kernels.cpu.math import widen
 from kernels.cpu.panel_matmul import PANEL, multiply
 from kernels.cpu.threads import for_ranges
@@ -42,7 +42,7 @@ def half_rows(packed: np.ndarray, indices: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def pack_rows(packed, x):
     """Tile by tile, input column by input column, the tile's rows beside each other."""
     rows, in_features = x.shape
@@ -56,7 +56,7 @@ def pack_rows(packed, x):
         row += count
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def _take_rows(out, packed, indices):
     for i in range(len(indices)):
         panel, column = indices[i] // PANEL, indices[i] % PANEL

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numba
-
+from kernels.cpu.compiled import compiled
 from kernels.cpu.math import narrow
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def write(key, first_key, value, first_value, key_cache, value_cache, slots):
     """`kv_write` of `cpu.math.elements`: of adjacent heads of key from first_key on, and of value, which may be the same array.
     Both may be float32 whatever the caches hold, and are narrowed then."""

@@ -5,12 +5,12 @@ Called one by one from Python, the dozen operations of a layer cost more than th
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from numba import types
 from numba.extending import overload
 
 from kernels.cpu import bfloat_matmul, block_matmul, half_matmul, panel_matmul
+from kernels.cpu.compiled import compiled
 from kernels.cpu.rms_norm import add_normalize
 from kernels.cpu.rope_kv_write import rotate_and_write
 from kernels.cpu.silu_mul import gate
@@ -51,7 +51,7 @@ def _project_blocks(out, x, weight, scales, kind):
     _multiply_blocks(out, codes, sums, weight, scales, kind, 0, len(weight))
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def before_attention(
     heads, hidden, residual, norm, epsilon, qkv, qkv_scales, qkv_kind, num_kv_heads, positions, cos_sin, key_cache,
     value_cache, slots,
@@ -63,7 +63,7 @@ def before_attention(
     rotate_and_write(heads, num_kv_heads, positions, cos_sin, key_cache, value_cache, slots)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def after_attention(
     hidden, attended, residual, norm, epsilon, output, output_scales, output_kind, gate_up, gate_up_scales, gate_up_kind,
     intermediate, down, down_scales, down_kind,

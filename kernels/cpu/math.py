@@ -14,6 +14,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
+from kernels.cpu.compiled import compiled
+
 _LOG2_E = np.float32(1.44269504088896341)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
@@ -24,7 +26,7 @@ _HIGHEST = np.float32(88.0)
 _SQRT_HALF = np.float32(0.707106781186547524)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled(fastmath={"contract"})
 def exp_float32(x):
     """e to the x, x clamped to [-87, 88]; NaN stays NaN."""
     x = min(max(x, _LOWEST), _HIGHEST) if x == x else x
@@ -41,7 +43,7 @@ def exp_float32(x):
     return p * scale
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def log_float32(x):
     """Natural logarithm of a positive normal float32; `reference.log_float32` does the same operations in the same order."""
     bits = np.float32(x).view(np.int32)

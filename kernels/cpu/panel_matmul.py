@@ -6,13 +6,13 @@ bfloat16 columns, which are multiplied as they are.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kernels.cpu.compiled import compiled
 from kernels.cpu.ir import (
     FLOAT,
     INT32,
@@ -86,7 +86,7 @@ def _tile(typing_context, rows, out, place, stride, x, first, weights, panel, st
     return types.none(rows, out, place, stride, x, first, weights, panel, steps, ahead, share), generate
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def multiply(out, x, weights, begin, end):
     """Panels begin..end-1 of the product, out [rows, out_features] float32; weights [panels, steps, PANEL] int16 or uint32, x the
     rows as their kernel packs them: tile by tile, step by step, the tile's rows beside each other."""

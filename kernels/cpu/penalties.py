@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from kernels.cpu.compiled import compiled
 
-@numba.njit(cache=True, nogil=True)
+
+@compiled()
 def penalize(logits, token_ids, rows, num_prompt_tokens, num_tokens, presence, frequency, repetition):
     # Counts are made anew for each row from its tokens: nothing to keep right through preemption, and cheap beside a forward pass.
     seen = np.zeros(logits.shape[1], np.bool_)

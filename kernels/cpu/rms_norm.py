@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
+
+from kernels.cpu.compiled import compiled
 
 
 # Reassociation lets the sum of squares run in vector lanes; the order depends on the row's length alone.
-@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
+@compiled(fastmath={"reassoc", "contract", "nsz"})
 def normalize(out, x, weight, epsilon):
     hidden = x.shape[1]
     for row in range(x.shape[0]):
@@ -19,7 +20,7 @@ def normalize(out, x, weight, epsilon):
             out[row, i] = weight[i] * (x[row, i] * scale)
 
 
-@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
+@compiled(fastmath={"reassoc", "contract", "nsz"})
 def add_normalize(out, x, residual, weight, epsilon):
     """`add_rms_norm` of float32 arrays, the norm into `out`."""
     hidden = x.shape[1]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numba
+from kernels.cpu.compiled import compiled
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def rotate(x, num_heads, positions, cos_sin):
     """`rope` of the first `num_heads` heads of float32 x."""
     half = x.shape[2] // 2

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numba
-
+from kernels.cpu.compiled import compiled
 from kernels.cpu.kv_write import write
 from kernels.cpu.rope import rotate
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def rotate_and_write(heads, num_kv_heads, positions, cos_sin, key_cache, value_cache, slots):
     """`rope_kv_write` of float32 heads; caches by `cpu.math.elements`."""
     first_value = heads.shape[1] - num_kv_heads

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from kernels.cpu.compiled import compiled
 from kernels.cpu.math import exp_float32
 
 
-@numba.njit(cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
+@compiled(fastmath={"contract"})
 def gate(out, gate_up):
     """out [tokens, intermediate] of gate_up, both float32."""
     intermediate = out.shape[1]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
 from kernels.cpu.attention import TILE_FLOATS, can_pair, make_attend
+from kernels.cpu.compiled import compiled
 from kernels.cpu.threads import for_ranges
 
 
@@ -34,7 +34,7 @@ class StepAttention:
         return out
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def make_tiles(query_start, tile_tokens):
     """Runs of at most `tile_tokens` adjacent tokens of one request: [num_tiles, 2] int32 (request, first token)."""
     num_requests = len(query_start) - 1

@@ -8,8 +8,7 @@ stand beside it.
 
 from __future__ import annotations
 
-import numba
-
+from kernels.cpu.compiled import compiled
 from kernels.cpu.ir import LANES, features
 
 WIDE = "avx512f" in features()  # 32 registers of 16 lanes; else 16 of 8
@@ -25,7 +24,7 @@ def num_panels(columns: int, width: int) -> int:
     return -(-columns // width)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def tile_rows(row, rows, most):
     """Rows of the tile that begins at `row` of `rows`: as few tiles as there can be, of about equal size."""
     tiles = (rows + most - 1) // most
@@ -33,7 +32,7 @@ def tile_rows(row, rows, most):
     return size + 1 if row < larger * (size + 1) else size
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def copy_tile(out, row, column, tile, rows):
     """The part of a panel's tile that the matrix has, [rows, panel width] into `out` at (row, column)."""
     width = min(tile.shape[1], out.shape[1] - column)

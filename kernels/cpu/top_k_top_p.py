@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from kernels.cpu.compiled import compiled
 from kernels.cpu.math import exp_float32
 
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def filter_rows(logits, top_k, top_p):
     for i in range(logits.shape[0]):
         row = logits[i]
@@ -23,7 +23,7 @@ def filter_rows(logits, top_k, top_p):
             _keep_nucleus(row, top_p[i])
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def _kth_highest(row, k):
     """By a heap of the k highest so far, its smallest on top: one comparison for most of the vocabulary."""
     heap = np.full(k, _MINUS_INFINITY)
@@ -46,7 +46,7 @@ def _kth_highest(row, k):
     return heap[0]
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def _keep_nucleus(row, top_p):
     """Takes the likeliest token off a heap until the nucleus is full: few are taken, so that nothing is sorted."""
     vocab = len(row)
@@ -82,7 +82,7 @@ def _keep_nucleus(row, top_p):
             row[token] = _MINUS_INFINITY
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def _sift_down(heap, size, hole, weights):
     """Restores the heap below `hole`: heavier tokens first, lower ids first among equals."""
     if size == 0:
@@ -101,6 +101,6 @@ def _sift_down(heap, size, hole, weights):
     heap[hole] = token
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def _heavier(a, b, weights):
     return weights[a] > weights[b] or (weights[a] == weights[b] and a < b)

@@ -1,6 +1,8 @@
 """Compiled kernels are found again by the next process, and steps of other sizes compile nothing: else users wait for seconds."""
 
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 import time
@@ -8,7 +10,9 @@ from pathlib import Path
 
 import numba
 import torch
+from numba.core.dispatcher import Dispatcher
 
+import kernels.cpu
 from kernels.attention import paged_attention
 from kernels.cpu.attention import make_attend
 from tests.kernels.test_attention import make_case
@@ -54,3 +58,29 @@ def test_what_other_versions_compiled_goes_after_a_month_without_use(tmp_path):
 def test_attention_is_compiled_once_for_each_type_of_cache(tmp_path):
     assert run(tmp_path) == [(1, 1)] * 3
     assert run(tmp_path) == [(1, 0)] * 3
+
+
+def test_every_compiled_function_states_its_arithmetic():
+    """One without flags would take those of the first caller that compiles it, and keep them in the cache."""
+    functions = [
+        (f"{module.name}.{name}", function)
+        for module in pkgutil.iter_modules(kernels.cpu.__path__)
+        for name, function in vars(importlib.import_module(f"kernels.cpu.{module.name}")).items()
+        if isinstance(function, Dispatcher) and function.targetoptions.get("inline", "never") != "always"
+    ]
+    assert len(functions) > 20
+    assert [name for name, function in functions if not {"fastmath", "error_model"} <= function.targetoptions.keys()] == []
+
+
+def test_bits_do_not_depend_on_what_was_compiled_before(tmp_path):
+    gates = (
+        "import hashlib, torch; from kernels.silu_mul import silu_mul; torch.manual_seed(0); "
+        "print(hashlib.sha256(silu_mul(torch.randn(8, 512)).numpy()).hexdigest())"
+    )
+    exponential = "import numpy; from kernels.cpu.math import exp_float32; exp_float32(numpy.float32(1)); "
+    digests = set()
+    for number, code in enumerate((gates, exponential + gates)):
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / str(number))}
+        ran = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+        digests.add(ran.stdout)
+    assert len(digests) == 1
