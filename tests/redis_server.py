@@ -7,10 +7,11 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
 import redis
+
+from tests.waiting import wait_for
 
 
 class RedisServer:
@@ -40,16 +41,15 @@ class RedisServer:
             "noeviction",
         ]
         self.process = subprocess.Popen([*command, *self.options], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
         with redis.Redis.from_url(self.url) as client:
-            while True:
-                try:
-                    client.ping()
-                    return
-                except redis.exceptions.ConnectionError:
-                    if self.process.poll() is not None or time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.01)  # the server gives no sign of readiness but its port
+            wait_for(lambda: self._answers(client), f"an answer of {self.binary}")
+
+    def _answers(self, client: redis.Redis) -> bool:
+        assert self.process is not None and self.process.poll() is None, f"{self.binary} ended"
+        try:
+            return bool(client.ping())
+        except redis.exceptions.ConnectionError:
+            return False
 
     def kill(self) -> None:
         if self.process is not None:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 
 from tests.redis_server import RedisServer
+from tests.waiting import wait_for
 
 START_SECONDS = 90.0
 MODEL = "tiny"
@@ -73,17 +73,15 @@ class LiveServer:
         return code
 
     def wait_until_healthy(self, url: str | None = None) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            assert time.monotonic() < deadline, "the server did not become healthy"
+        def healthy() -> bool:
             for process in self._processes:
                 assert process.poll() is None, f"{process.args} ended with {process.returncode}"
             try:
-                if httpx.get(f"{url or self.url}/health", timeout=5).status_code == 200:
-                    return
+                return self.http.get(f"{url or self.url}/health", timeout=5).status_code == 200
             except httpx.TransportError:
-                pass
-            time.sleep(0.05)  # readiness over HTTP can only be asked for
+                return False
+
+        wait_for(healthy, "a healthy server", START_SECONDS, pause=0.05)
 
     def stop(self) -> None:
         self.http.close()

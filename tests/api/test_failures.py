@@ -16,6 +16,7 @@ import redis
 
 from tests.api.conftest import NULL_ENGINE
 from tests.api.live_server import LiveServer, sse_events
+from tests.api.request_states import until_live, until_status
 
 LONG = {"prompt": "x", "max_tokens": 1500}
 
@@ -26,14 +27,6 @@ def server(smollm2_gguf: Path) -> Iterator[LiveServer]:
         yield server
 
 
-async def health_turns(http: httpx.AsyncClient, status: int, path: str = "/health", seconds: float = 30.0) -> httpx.Response:
-    deadline = time.monotonic() + seconds
-    while (answer := await http.get(path)).status_code != status:
-        assert time.monotonic() < deadline, answer.text
-        await asyncio.sleep(0.05)  # between looks
-    return answer
-
-
 async def test_an_engine_that_is_killed(server: LiveServer) -> None:
     """Open streams end with an error event, whole answers with a 500; health turns, and turns back with a new engine."""
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
@@ -41,8 +34,7 @@ async def test_an_engine_that_is_killed(server: LiveServer) -> None:
             lines = answer.aiter_lines()
             await anext(lines)
             whole = asyncio.create_task(http.post("/v1/completions", json=LONG))
-            while len((await http.get("/v1/requests")).json()["data"]) < 2:
-                await asyncio.sleep(0.01)  # until both are enqueued
+            await until_live(http, 2)
             server.engine.kill()
             server.engine.wait()
             killed = time.monotonic()
@@ -54,7 +46,7 @@ async def test_an_engine_that_is_killed(server: LiveServer) -> None:
         broken = await whole
         assert (broken.status_code, broken.json()["error"]["type"]) == (500, "InternalServerError")
 
-        down = await health_turns(http, 503)
+        down = await until_status(http, "/health", 503)
         assert down.json()["error"]["message"] == "No live engine for tiny."
         refused = await http.post("/v1/completions", json=LONG)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -62,7 +54,7 @@ async def test_an_engine_that_is_killed(server: LiveServer) -> None:
         assert (await http.get("/live")).status_code == 200
 
         server.restart_engine()
-        await health_turns(http, 200, seconds=60)
+        await until_status(http, "/health", 200, seconds=60)
         assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
 
 
@@ -72,32 +64,25 @@ async def test_redis_away_and_back(server: LiveServer) -> None:
         assert server.redis.process is not None
         server.redis.process.send_signal(signal.SIGSTOP)
         try:
-            away = await health_turns(http, 503)
+            away = await until_status(http, "/health", 503)
             assert away.json()["error"]["message"] == "Redis is not reachable. Try again later."
             refused = await http.post("/v1/completions", json={"prompt": "x"})
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         finally:
             server.redis.process.send_signal(signal.SIGCONT)
         server.restart_engine()
-        await health_turns(http, 200)
+        await until_status(http, "/health", 200)
         assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
 
 
-def test_an_api_server_that_comes_before_redis(server: LiveServer) -> None:
+async def test_an_api_server_that_comes_before_redis(server: LiveServer) -> None:
     """It answers that it is not ready, and is when Redis comes."""
     server.redis.kill()
-    process, url = server.start_api()
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            if httpx.get(f"{url}/live").status_code == 200:
-                break
-        except httpx.TransportError:
-            assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)  # between looks
-    assert httpx.get(f"{url}/ready").status_code == 503
-    assert httpx.get(f"{url}/v1/models").status_code == 503
+    _, url = server.start_api()
+    async with httpx.AsyncClient(base_url=url) as http:
+        await until_status(http, "/live", 200)
+        assert (await http.get("/ready")).status_code == 503
+        assert (await http.get("/v1/models")).status_code == 503
     server.redis.start()
     server.restart_engine()
     server.wait_until_healthy(url)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 
@@ -19,6 +17,7 @@ from engine.bus.tokenizers import put_tokenizer
 from engine.config import ApiConfig, RedisConfig
 from engine.protocol import TokenizerBundle
 from tests.engine.conftest import RunningEngine, null_config
+from tests.waiting import wait_for_async
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -55,10 +54,7 @@ async def http(engines: None, redis_url: str) -> AsyncIterator[httpx.AsyncClient
     service.on_failure = failures.append
     await service.start()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-        deadline = time.monotonic() + 10
-        while len(service.client.models()) < len(BROKEN_TEMPLATES) + 2:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.02)  # until all engines are seen
+        await wait_for_async(lambda: len(service.client.models()) == len(BROKEN_TEMPLATES) + 2, "the sight of all engines")
         await service.models.prepare(service.client)
         yield client
     await service.close()

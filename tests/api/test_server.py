@@ -19,6 +19,7 @@ from api.server import run_api
 from engine.config import ApiConfig, RedisConfig
 from tests.api.conftest import NULL_ENGINE
 from tests.api.live_server import LiveServer, listen, sse_events
+from tests.api.request_states import until_loaded, until_status
 
 EXIT_SECONDS = 15.0
 
@@ -56,11 +57,9 @@ async def test_with_patience_streams_end_well_and_nothing_new_comes_in(server: L
     server.wait_until_healthy(url)
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         work = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 60}))
-        while (await http.get("/load")).json()["server_load"] < 1:
-            await asyncio.sleep(0.01)  # until it runs
+        await until_loaded(http)
         process.send_signal(signal.SIGTERM)
-        while (await http.get("/ready")).status_code == 200:
-            await asyncio.sleep(0.01)  # until the signal was taken
+        await until_status(http, "/ready", 503)
         refused = await http.post("/v1/completions", json={"prompt": "x"})
         assert (refused.status_code, refused.json()["error"]["message"]) == (503, "The server is shutting down.")
         assert (await work).json()["usage"]["completion_tokens"] == 60
@@ -72,11 +71,9 @@ async def test_a_second_signal_ends_the_patience(server: LiveServer) -> None:
     server.wait_until_healthy(url)
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         work = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1500}))
-        while (await http.get("/load")).json()["server_load"] < 1:
-            await asyncio.sleep(0.01)  # until it runs
+        await until_loaded(http)
         process.send_signal(signal.SIGTERM)
-        while (await http.get("/ready")).status_code == 200:
-            await asyncio.sleep(0.01)  # until the first signal was taken
+        await until_status(http, "/ready", 503)
         started = time.monotonic()
         process.send_signal(signal.SIGTERM)
         assert server.ended(process) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from pathlib import Path
 
 import httpx
@@ -13,6 +12,7 @@ import pytest
 
 from tests.api.conftest import NULL_ENGINE
 from tests.api.live_server import LiveServer
+from tests.api.request_states import until_idle, until_metric
 
 CYCLES, WARM_UP = 2000, 500
 AT_ONCE = 10
@@ -29,14 +29,6 @@ async def cycle(url: str, number: int) -> None:
         await asyncio.gather(work, return_exceptions=True)
 
 
-async def quiet(http: httpx.AsyncClient) -> None:
-    """Waits until nothing runs any more."""
-    deadline = time.monotonic() + 20
-    while (await http.get("/v1/requests")).json()["data"] or (await http.get("/load")).json()["server_load"]:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)  # between looks
-
-
 @pytest.mark.soak
 async def test_clients_that_come_and_go(smollm2_gguf: Path) -> None:
     with LiveServer(smollm2_gguf, (*NULL_ENGINE, "--max-num-seqs", "32"), null="step_seconds=0.005") as server:
@@ -46,16 +38,11 @@ async def test_clients_that_come_and_go(smollm2_gguf: Path) -> None:
             for start in range(0, CYCLES, AT_ONCE):
                 await asyncio.gather(*(cycle(server.url, number) for number in range(start, start + AT_ONCE)))
                 if start + AT_ONCE == WARM_UP:
-                    await quiet(http)
+                    await until_idle(http)
                     before = (api.memory_info().rss, engine.memory_info().rss)
-            await quiet(http)
+            await until_idle(http)
             after = (api.memory_info().rss, engine.memory_info().rss)
-            metrics = (await http.get("/metrics")).text
-            deadline = time.monotonic() + 5
-            while 'kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0' not in metrics:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.1)  # the engine's snapshot comes twice a second
-                metrics = (await http.get("/metrics")).text
+            await until_metric(http, 'kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0')
         grown = [late - early for early, late in zip(before, after, strict=True)]
         assert max(grown) < MOST_GROWTH, f"API server and engine grew by {grown} bytes"
         assert len(api.net_connections()) < 50

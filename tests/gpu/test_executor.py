@@ -21,6 +21,7 @@ from gpu.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
 from gpu.executor import Executor, MultiprocExecutor, WorkerError
 from gpu.null import ENVIRONMENT_VARIABLE
 from gpu.plan import Int32Array, ModelRunnerOutput, NewRequest, SamplingParams, SchedulerOutput
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 10  # more than anything here may take on a busy machine; nothing waits as long when all is well
@@ -105,13 +106,6 @@ def _pids(executor: Executor) -> list[int]:
 def _processes(executor: Executor) -> list[subprocess.Popen[bytes]]:
     assert isinstance(executor, MultiprocExecutor)
     return [rank.process for rank in executor._ranks]
-
-
-def _wait_until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, f"{what}: not within {SECONDS} s"
-        time.sleep(0.01)
 
 
 def _is_unwell(executor: Executor) -> bool:
@@ -234,7 +228,7 @@ def test_kill_while_loading(make_executor: StartExecutor, null_settings: Callabl
     executor = make_executor("mp", 3)
 
     def kill() -> None:
-        _wait_until(lambda: len(_pids(executor)) == 3, "start")
+        wait_for(lambda: len(_pids(executor)) == 3, "start")
         os.kill(_pids(executor)[1], signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
@@ -260,7 +254,7 @@ def test_shutdown_while_loading(make_executor: StartExecutor, null_settings: Cal
 
     thread = threading.Thread(target=start)
     thread.start()
-    _wait_until(lambda: len(_pids(executor)) == 2, "start")
+    wait_for(lambda: len(_pids(executor)) == 2, "start")
     executor.shutdown()
     thread.join(SECONDS)
     assert [str(error) for error in errors] == ["the executor was shut down"]
@@ -303,7 +297,7 @@ def test_kill_in_a_step(start_executor: StartExecutor, null_settings: Callable[[
     with pytest.raises(WorkerError, match=rf"^rank {victim} was killed by signal 9 in step 4"):
         executor.collect()
     assert time.monotonic() - started < SECONDS
-    _wait_until(lambda: all(map(_is_gone, pids)), "the other ranks' end")
+    wait_for(lambda: all(map(_is_gone, pids)), "the other ranks' end")
 
 
 def test_kill_while_idle_is_told(start_executor: StartExecutor) -> None:
@@ -311,12 +305,12 @@ def test_kill_while_idle_is_told(start_executor: StartExecutor) -> None:
     _run(executor, _prefill())
     pids = _pids(executor)
     os.kill(pids[1], signal.SIGKILL)
-    _wait_until(lambda: _is_unwell(executor), "the failure")
+    wait_for(lambda: _is_unwell(executor), "the failure")
     with pytest.raises(WorkerError, match=r"^rank 1 was killed by signal 9 while idle"):
         executor.check_health()
     with pytest.raises(WorkerError, match=r"^rank 1 was killed by signal 9 while idle"):
         executor.submit(_decode(1))
-    _wait_until(lambda: all(map(_is_gone, pids)), "the other rank's end")
+    wait_for(lambda: all(map(_is_gone, pids)), "the other rank's end")
 
 
 # The end
@@ -437,7 +431,7 @@ def test_nothing_outlives_a_killed_parent(tmp_path: Path, ending: str, settings:
     parent.kill()
     rest, _ = parent.communicate(timeout=SECONDS)
     assert "main" not in rest
-    _wait_until(lambda: all(map(_is_gone, pids)), "the workers' end")
+    wait_for(lambda: all(map(_is_gone, pids)), "the workers' end")
     assert set(os.listdir("/dev/shm")) == shared_memory
     assert os.listdir(tmp_path / "tmp") == []
 

@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+
+from tests.waiting import wait_for
 
 READY = re.compile(r"headrace serves (?P<model>\S+) on (?P<url>http://\S+); try: (?P<curl>curl .*)")
 HEADRACE = [sys.executable, "-P", "-m", "ops.cli"]
@@ -94,11 +95,7 @@ class Serving:
 
     def child(self, role: str, timeout: float = 20.0) -> psutil.Process:
         """The one child of the role, which may just be starting."""
-        deadline = time.monotonic() + timeout
-        while not (found := self.children(role)):
-            assert time.monotonic() < deadline, f"no {role} runs:\n{self.log}"
-            time.sleep(0.01)  # between looks at the process table
-        (only,) = found
+        (only,) = wait_for(lambda: self.children(role), lambda: f"the {role} runs:\n{self.log}", timeout)
         return only
 
     def headrace(self, *arguments: str) -> Any:

@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import redis
 import yaml
 
 from tests.redis_server import embedded_valkey
+from tests.waiting import wait_for
 
 REPOSITORY = Path(__file__).parents[2]
 ROLES = ("admin", "api", "engine", "maintenance")
@@ -41,14 +41,14 @@ def running(command: list[str], log: Path, **variables: str) -> Iterator[subproc
                 process.kill()
 
 
-def until(condition: Callable[[], Any], seconds: float, log: Path | None = None) -> Any:
-    deadline = time.monotonic() + seconds
-    while True:
+def until(condition: Callable[[], Any], seconds: float, log: Path | None = None) -> None:
+    """Waits for what other processes do; one that cannot be reached yet has not done it."""
+
+    def look() -> Any:
         with contextlib.suppress(redis.exceptions.ConnectionError, httpx.TransportError):
-            if found := condition():
-                return found
-        assert time.monotonic() < deadline, log.read_text() if log else "too late"
-        time.sleep(0.05)  # between looks at other processes
+            return condition()
+
+    wait_for(look, lambda: log.read_text() if log else "it did not happen", seconds)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ import pytest
 
 from gpu.machine import available_cores, available_memory
 from tests.ops.serving import Serving, left, serving, shared_memory
+from tests.waiting import wait_for
 
 SLOW_STEPS = {"HEADRACE_NULL_RUNNER": "step_seconds=0.02"}
 
@@ -52,17 +53,20 @@ def open_stream(server: Serving) -> Any:
 
 
 def wait_for_health(server: Serving, status: int, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while httpx.get(f"{server.url}/health", timeout=5).status_code != status:
-        assert time.monotonic() < deadline, f"/health does not turn {status}:\n{server.log}"
-        time.sleep(0.02)  # between looks
+    def turned() -> bool:
+        return httpx.get(f"{server.url}/health", timeout=5).status_code == status
+
+    wait_for(turned, lambda: f"/health turns {status}:\n{server.log}", seconds)
 
 
 def wait_for_blocks(server: Serving, free: bool, seconds: float) -> None:
     """Until the engine's snapshot says that all KV blocks are free, or that some are not."""
-    deadline = time.monotonic() + seconds
-    while (engine := server.headrace("engines")[0]) and free != (engine["stats"]["num_free_blocks"] == engine["num_blocks"] - 1):
-        assert time.monotonic() < deadline, server.log
+
+    def seen() -> bool:
+        (engine,) = server.headrace("engines")
+        return free == (engine["stats"]["num_free_blocks"] == engine["num_blocks"] - 1)
+
+    wait_for(seen, lambda: f"{'all' if free else 'not all'} blocks are free:\n{server.log}", seconds)
 
 
 def test_the_announced_command_streams_and_the_tools_show_it(calm_server: Serving) -> None:
@@ -192,9 +196,7 @@ def test_any_other_process_that_dies_is_replaced(server: Serving, role: str) -> 
     assert server.complete().status_code == 200
     killed.kill()
     server.wait_for("starting it again")
-    deadline = time.monotonic() + 20
-    while server.complete().status_code != 200:
-        assert time.monotonic() < deadline, server.log
+    wait_for(lambda: server.complete().status_code == 200, lambda: f"an answer:\n{server.log}")
     assert server.child(role).pid != killed.pid
     assert len(server.headrace("ps", "-a")) >= 2, "what was recorded before is still there"
 
@@ -237,9 +239,7 @@ def test_any_of_several_api_servers_answers_for_all_metrics(null_model: tuple[st
 
     def expect_scraped(*expected: float) -> None:
         """From every server, soon: a client has its answer a moment before the server has put the request down."""
-        deadline = time.monotonic() + 5
-        while (told := scraped()) != {expected}:
-            assert time.monotonic() < deadline, told
+        wait_for(lambda: scraped() == {expected}, lambda: f"{expected} from all, not {scraped()}")
 
     with serving(*null_model, "--api-server-count", "2", data_dir=tmp_path / "data", **SLOW_STEPS) as server:
         for _ in range(6):
@@ -262,9 +262,7 @@ def test_a_stop_during_the_load_is_obeyed(null_model: tuple[str, ...], tmp_path:
     slow = {"HEADRACE_NULL_RUNNER": "load_seconds=60"}
     with serving(*null_model, data_dir=tmp_path / "data", ready=False, **slow) as server:
         engine = server.child("engine")
-        while not engine.children():
-            assert engine.is_running()
-            time.sleep(0.01)  # between looks at the process table
+        wait_for(engine.children, lambda: f"the engine's worker:\n{server.log}")
         family = server.family()
         began = time.monotonic()
         assert server.stop() == 0

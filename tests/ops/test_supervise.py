@@ -16,6 +16,7 @@ import pytest
 
 from ops import supervise
 from ops.supervise import Child, ChildFailed, Command, Supervisor
+from tests.waiting import wait_for_async
 
 READY = "import os, sys; os.write(int(sys.argv[sys.argv.index('--progress-fd') + 1]), b'{\"phase\": \"ready\"}\\n')"
 SLEEP = "import signal; signal.pause()"
@@ -78,8 +79,7 @@ async def test_a_child_is_started_again_and_its_death_reported(tmp_path: Path) -
 
     async def bring_up(supervisor: Supervisor) -> None:
         supervisor.start(watched.child)
-        while watched.lines.count("about to fall") < 3:
-            await asyncio.sleep(0.01)
+        await wait_for_async(lambda: watched.lines.count("about to fall") == 3, "three starts")
         await watched.child.ready.wait()
 
     assert await run_until_signal(bring_up, signal.SIGTERM) == 0
@@ -174,8 +174,7 @@ async def test_a_child_that_is_not_essential_ends_nothing() -> None:
 
     async def bring_up(supervisor: Supervisor) -> None:
         supervisor.start(extra.child)
-        while len(extra.exits) < supervise.START_ATTEMPTS + 1:
-            await asyncio.sleep(0.01)
+        await wait_for_async(lambda: len(extra.exits) > supervise.START_ATTEMPTS, "more attempts than others have")
 
     assert await run_until_signal(bring_up, signal.SIGTERM) == 0
 
@@ -191,8 +190,7 @@ async def test_while_a_replica_serves_no_later_death_of_another_is_the_last(tmp_
     async def bring_up(supervisor: Supervisor) -> None:
         supervisor.start(lasting.child, failing.child)
         await lasting.child.ready.wait()
-        while len(failing.exits) < 3:
-            await asyncio.sleep(0.01)
+        await wait_for_async(lambda: len(failing.exits) >= 3, "three ends")
         assert failing.exits[-1].status == os.EX_CONFIG
         assert lasting.child.pid is not None
         os.kill(lasting.child.pid, signal.SIGKILL)
@@ -213,8 +211,7 @@ async def test_a_failure_may_be_taken_by_who_started_the_child() -> None:
 
     async def bring_up(supervisor: Supervisor) -> None:
         supervisor.start(failing)
-        while not told:
-            await asyncio.sleep(0.01)
+        await wait_for_async(lambda: told, "the failure")
         await failing.stop()
         supervisor.start(instead.child, instead_of=[failing])
         await instead.child.ready.wait()
@@ -235,12 +232,10 @@ async def test_what_a_child_started_dies_with_it() -> None:
     async def bring_up(supervisor: Supervisor) -> None:
         supervisor.start(watched.child)
         await watched.child.ready.wait()
-        while not watched.lines:
-            await asyncio.sleep(0.01)
+        await wait_for_async(lambda: watched.lines, "the grandchild's pid")
         assert watched.child.pid is not None
         os.kill(watched.child.pid, signal.SIGKILL)
-        while not watched.exits:
-            await asyncio.sleep(0.01)
+        await wait_for_async(lambda: watched.exits, "the child's end")
 
     assert await run_until_signal(bring_up, signal.SIGTERM) == 0
     await asyncio.to_thread(gone, int(watched.lines[0]))

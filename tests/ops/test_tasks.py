@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
@@ -21,6 +21,7 @@ from ops import tasks
 from ops.usage import usage_rows
 from tests.engine.bus.ledger_world import World
 from tests.redis_server import RedisServer
+from tests.waiting import wait_for
 
 MODEL = "model-a"
 
@@ -38,13 +39,6 @@ def worker(url: str) -> Iterator[psutil.Process]:
         process.kill()
         process.wait(20)
         psutil.wait_procs(family, timeout=20)
-
-
-def wait_until(true: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.002)  # what is waited for is state in Redis, which gives no sign
 
 
 @pytest.fixture
@@ -90,13 +84,15 @@ def test_what_the_dead_left_behind_is_ended_in_time(world: World) -> None:
     world.enqueue(world.request("waiting", client=dead), world.request("waiting too", client=living))
     with beating(world.bus, living), worker(world.url):
         began = time.monotonic()
-        wait_until(lambda: world.record("waiting").state == "ended", 15)
-        wait_until(lambda: world.record("lost").state == "ended", 15 - (time.monotonic() - began))
+        wait_for(lambda: world.record("waiting").state == "ended", "the waiting request's end", 15)
+        wait_for(lambda: world.record("lost").state == "ended", "the lost request's end", 15 - (time.monotonic() - began))
         place = (world.model, engine.slot, engine.incarnation)
-        wait_until(lambda: bool(world.bus.run(control.read_control(*place)).commands), 15 - (time.monotonic() - began))
-        assert world.bus.run(control.read_control(*place)).commands[0] == Abort("running")
+        commands = wait_for(
+            lambda: world.bus.run(control.read_control(*place)).commands, "a command", 15 - (time.monotonic() - began)
+        )
+        assert commands[0] == Abort("running")
         world.end(engine, "running")
-        wait_until(lambda: world.usage_lines() == [] and len(usage_rows(world.bus)) == 1, 10)
+        wait_for(lambda: world.usage_lines() == [] and len(usage_rows(world.bus)) == 1, "the usage of the day")
     assert (world.record("waiting").reason, world.record("waiting").error) == ("abort", tasks.API_GONE)
     assert (world.record("lost").reason, world.record("lost").error) == ("error", tasks.ENGINE_DIED)
     assert [world.record(name).state for name in ("kept", "waiting too")] == ["running", "queued"]
@@ -117,12 +113,12 @@ def test_killed_in_mid_task_and_two_at_once_every_line_counts_once(world: World)
         return int(world.raw.xlen(keys.usage(MODEL)))
 
     with worker(world.url) as first:
-        wait_until(lambda: left() < lines, 30)
+        wait_for(lambda: left() < lines, "the first lines counted", 30, pause=0.001)
         first.kill()
         first.wait(10)
     assert 0 < left() < lines, "it was killed in the middle"
     with worker(world.url), worker(world.url):
-        wait_until(lambda: left() == 0, 30)
+        wait_for(lambda: left() == 0, "all lines counted", 30)
     rows = usage_rows(world.bus)
     assert [row.tenant for row in rows] == ["t0", "t1", "t2"]
     for row in rows:
@@ -136,7 +132,7 @@ def test_a_killed_worker_leaves_no_process(redis_url: str) -> None:
         def beats() -> list[psutil.Process]:  # its first second may see a short-lived child of another kind
             return [child for child in process.children() if time.time() - child.create_time() > 1]
 
-        wait_until(lambda: len(beats()) == 1, 30)
+        wait_for(lambda: len(beats()) == 1, "the beat's process", 30)
         family = process.children()
         process.kill()
         _, alive = psutil.wait_procs(family, timeout=10)
@@ -205,7 +201,7 @@ def test_maintenance_goes_on_after_redis_was_away() -> None:
             for outages in (0, 1):
                 line = {"day": 20_000, "tenant": "t", "reason": "stop", "prompt_tokens": 1, "cached_tokens": 0, "output_tokens": 1}
                 world.raw.xadd(keys.usage(MODEL), line)
-                wait_until(lambda: world.raw.xlen(keys.usage(MODEL)) == 0, 60)
+                wait_for(lambda: world.raw.xlen(keys.usage(MODEL)) == 0, "the line counted", 60)
                 assert usage_rows(world.bus)[0].totals.requests == outages + 1
                 server.kill()
                 server.start()

@@ -14,6 +14,7 @@ from api.app import create_app
 from engine.config import ApiConfig, RedisConfig
 from tests.api.conftest import KEYS
 from tests.api.live_server import LiveServer
+from tests.api.request_states import until_live, until_none_lives
 
 ALICE = {"Authorization": f"Bearer {KEYS['alice']}"}
 GUARDED = [
@@ -83,8 +84,7 @@ async def test_a_full_queue_refuses_all_or_nothing(slow_server: LiveServer) -> N
     async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as http:
         body = {"prompt": ["fill"] * 20, "max_tokens": 1500}
         filling = asyncio.create_task(http.post("/v1/completions", json=body))
-        while len((await http.get("/v1/requests")).json()["data"]) < 20:
-            await asyncio.sleep(0.01)  # until they are enqueued
+        await until_live(http, 20)
         for fields in ({"prompt": ["x"] * 5}, {"prompt": "x", "n": 5, "stream": True}):
             refused = await http.post("/v1/completions", json={**fields, "max_tokens": 1})
             assert refused.status_code == 503
@@ -95,8 +95,7 @@ async def test_a_full_queue_refuses_all_or_nothing(slow_server: LiveServer) -> N
         assert len((await http.get("/v1/requests")).json()["data"]) == 20
         filling.cancel()
         await asyncio.gather(filling, return_exceptions=True)
-        while (await http.get("/v1/requests")).json()["data"]:
-            await asyncio.sleep(0.01)  # until the disconnect has reached the engine
+        await until_none_lives(http)
     rejected = [line for line in slow_server.http.get("/metrics").text.splitlines() if "admission_rejections_total{" in line]
     assert any('reason="max_num_queued_reqs"' in line for line in rejected)
 
@@ -104,15 +103,13 @@ async def test_a_full_queue_refuses_all_or_nothing(slow_server: LiveServer) -> N
 async def test_comments_keep_a_silent_stream_alive(slow_server: LiveServer) -> None:
     async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as http:
         filling = asyncio.create_task(http.post("/v1/completions", json={"prompt": ["fill"] * 8, "max_tokens": 1500}))
-        while len([r for r in (await http.get("/v1/requests")).json()["data"] if r["state"] == "running"]) < 8:
-            await asyncio.sleep(0.01)  # until all slots are taken
+        await until_live(http, 8, "running")
         async with http.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 40, "stream": True}) as answer:
             lines = answer.aiter_lines()
             assert [await anext(lines) for _ in range(4)] == [": keep-alive", ""] * 2, "it waits, and says so"
         filling.cancel()
         await asyncio.gather(filling, return_exceptions=True)
-        while (await http.get("/v1/requests")).json()["data"]:
-            await asyncio.sleep(0.01)  # until the disconnect has reached the engine
+        await until_none_lives(http)
 
 
 @pytest.mark.parametrize(("key", "status"), [("key-a", 503), ("wrong", 401)])

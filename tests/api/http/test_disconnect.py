@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import httpx
 import pytest
 
 from tests.api.conftest import KEYS
 from tests.api.live_server import LiveServer
+from tests.api.request_states import until_idle, until_live, until_metric, until_none_lives, until_state
 
 ALICE = {"Authorization": f"Bearer {KEYS['alice']}"}
 ABORT_SECONDS = 5.0  # far more than the two steps that it takes; the machine may be busy
-
-
-async def gone(http: httpx.AsyncClient, request_id: str) -> dict[str, object]:
-    """The request's record, once it has ended."""
-    deadline = time.monotonic() + ABORT_SECONDS
-    while True:
-        answer = await http.get(f"/v1/requests/{request_id}")
-        record: dict[str, object] = answer.json()
-        if answer.status_code == 200 and record["state"] == "ended":
-            return record
-        assert time.monotonic() < deadline, record
-        await asyncio.sleep(0.01)  # between looks
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -36,11 +24,10 @@ async def test_a_running_request(slow_server: LiveServer, stream: bool, endpoint
     async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as http:
         async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as leaving:
             work = asyncio.create_task(leaving.post(endpoint, json=body, headers={"X-Request-Id": request_id}))
-            while (found := await http.get(f"/v1/requests/{request_id}")).status_code != 200 or found.json()["state"] != "running":
-                await asyncio.sleep(0.01)  # until the engine has it
+            await until_state(http, request_id, "running")
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-        record = await gone(http, request_id)
+        record = await until_state(http, request_id, "ended", seconds=ABORT_SECONDS)
     assert record["finish_reason"] == "abort"
     assert isinstance(record["output_tokens"], int)
     assert record["output_tokens"] < 2 * 1500
@@ -57,15 +44,8 @@ async def test_nothing_is_left_after_many(slow_server: LiveServer) -> None:
                 for work in works:
                     work.cancel()
                 await asyncio.gather(*works, return_exceptions=True)
-        deadline = time.monotonic() + ABORT_SECONDS
-        while (await http.get("/v1/requests")).json()["data"] or (await http.get("/load")).json()["server_load"]:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)  # until the last disconnect has reached the engine
-        metrics = (await http.get("/metrics")).text
-        while 'num_requests_running{engine="0",model_name="tiny"} 0.0' not in metrics:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.1)  # the engine's snapshot comes twice a second
-            metrics = (await http.get("/metrics")).text
+        await until_idle(http)
+        metrics = await until_metric(http, 'num_requests_running{engine="0",model_name="tiny"} 0.0')
         assert 'kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0' in metrics
         assert 'request_success_total{engine="0",finished_reason="abort",model_name="tiny"}' in metrics
 
@@ -76,18 +56,15 @@ async def test_a_request_that_waits(slow_server: LiveServer, stream: bool) -> No
     request_id = f"waits-{stream}"
     async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as http:
         filling = asyncio.create_task(http.post("/v1/completions", json={"prompt": ["fill"] * 8, "max_tokens": 1500}))
-        while len([r for r in (await http.get("/v1/requests")).json()["data"] if r["state"] == "running"]) < 8:
-            await asyncio.sleep(0.01)  # until all slots are taken
+        await until_live(http, 8, "running")
         async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as leaving:
             body = {"prompt": "x", "max_tokens": 1500, "stream": stream}
             work = asyncio.create_task(leaving.post("/v1/completions", json=body, headers={"X-Request-Id": request_id}))
-            while (await http.get(f"/v1/requests/{request_id}")).status_code != 200:
-                await asyncio.sleep(0.01)  # until it is enqueued
+            await until_state(http, request_id)
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-        record = await gone(http, request_id)
+        record = await until_state(http, request_id, "ended", seconds=ABORT_SECONDS)
         assert (record["finish_reason"], record["output_tokens"]) == ("abort", 0)
         filling.cancel()
         await asyncio.gather(filling, return_exceptions=True)
-        while (await http.get("/v1/requests")).json()["data"]:
-            await asyncio.sleep(0.01)  # until the disconnect has reached the engine
+        await until_none_lives(http)

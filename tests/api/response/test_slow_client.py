@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,6 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.api.live_server import LiveServer, sse_events
+from tests.api.request_states import until_state
 
 PATH = "/v1/completions"
 CHOICES, TOKENS = 8, 1500
@@ -33,13 +33,6 @@ def stalled(server: LiveServer, request_id: str) -> HTTPConnection:
     body = httpx.Request("POST", server.url, json={**LONG, "stream": True}).content
     connection.request("POST", PATH, body, {"Content-Type": "application/json", "X-Request-Id": request_id})
     return connection
-
-
-async def ended(http: httpx.AsyncClient, request_id: str) -> None:
-    deadline = time.monotonic() + 60
-    while (await http.get(f"/v1/requests/{request_id}")).json().get("state") != "ended":
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)  # between looks
 
 
 async def read_fast(http: httpx.AsyncClient) -> int:
@@ -64,7 +57,7 @@ async def test_a_client_that_stalls_slows_nobody_and_misses_nothing(null_server:
     async with httpx.AsyncClient(base_url=null_server.url, timeout=60) as http:
         connection = stalled(null_server, "stalls")
         try:
-            await ended(http, "stalls")  # the engine does not wait for the reader
+            await until_state(http, "stalls", "ended", seconds=60)  # the engine does not wait for the reader
             tokens = await asyncio.gather(*(read_fast(http) for _ in range(FAST_READERS)))
             assert tokens == [SHORT["max_tokens"]] * FAST_READERS
             assert (await http.get("/load")).json() == {"server_load": 1}, "the stalled stream could be sent without being read"

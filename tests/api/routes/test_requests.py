@@ -12,6 +12,7 @@ import pytest
 
 from tests.api.conftest import KEYS
 from tests.api.live_server import LiveServer, sse_events
+from tests.api.request_states import until_live, until_none_lives, until_state
 
 Running = tuple[str, asyncio.Task[list[str]]]
 LONG = {"prompt": "on and on", "max_tokens": 1500}
@@ -104,8 +105,7 @@ async def test_an_abort_of_a_whole_answer_returns_the_part(slow_server: LiveServ
     async with client(slow_server, "alice") as http, client(slow_server, "ops") as ops:
         headers = {"X-Request-Id": "whole"}
         work = asyncio.create_task(http.post("/v1/completions", json={**LONG, "n": 2}, headers=headers))
-        while (found := await ops.get("/v1/requests/whole")).status_code != 200 or found.json()["state"] != "running":
-            await asyncio.sleep(0.01)  # until the engine has it
+        await until_state(ops, "whole", "running")
         told = (await ops.delete("/v1/requests/whole")).json()
         answer = (await work).json()
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"abort"}
@@ -117,19 +117,16 @@ async def test_an_abort_of_a_request_that_waits(slow_server: LiveServer) -> None
     async with client(slow_server, "alice") as http:
         body = {"prompt": ["fill"] * 8, "max_tokens": 1500}
         filling = asyncio.create_task(http.post("/v1/completions", json=body))
-        while len([r for r in await listed(slow_server, "alice") if r["state"] == "running"]) < 8:
-            await asyncio.sleep(0.01)  # until all slots are taken
+        await until_live(http, 8, "running")
         waiting = asyncio.create_task(http.post("/v1/completions", json=LONG, headers={"X-Request-Id": "late"}))
-        while (await http.get("/v1/requests/late")).status_code != 200:
-            await asyncio.sleep(0.01)  # until it is enqueued
+        await until_state(http, "late")
         told = (await http.delete("/v1/requests/late")).json()
         answer = (await waiting).json()
         assert (told["state"], told["output_tokens"]) == ("ended", 0)
         assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["text"]) == ("abort", "")
         filling.cancel()
         await asyncio.gather(filling, return_exceptions=True)
-        while await listed(slow_server, "alice"):
-            await asyncio.sleep(0.01)  # until the disconnect has reached the engine
+        await until_none_lives(http)
 
 
 async def test_ended_requests_are_listed_when_asked_for(slow_server: LiveServer) -> None:

@@ -20,6 +20,7 @@ from engine.protocol import Abort, TokenizerBundle
 from tests.engine.bus.ledger_world import MODEL, World
 from tests.engine.bus.lossy_proxy import LossyProxy
 from tests.redis_server import RedisServer
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -178,8 +179,7 @@ async def test_a_redis_that_is_busy_with_somebodys_script_is_away(own_server: Re
             await abus.run(get("h"))
             raw.config_set("busy-reply-threshold", 1)  # ms
             endless = asyncio.get_running_loop().run_in_executor(None, somebody.eval, "while true do end", 0)
-            while not is_busy(raw):
-                pass  # the thread, which has started, has not come to it
+            wait_for(lambda: is_busy(raw), "the endless script")
             try:
                 await expect_away(bus, abus, "BUSY")
                 with pytest.raises(BusUnavailable, match="BUSY"):

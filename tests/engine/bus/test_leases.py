@@ -9,6 +9,7 @@ import pytest
 from engine.bus import keys, leases, transitions
 from engine.bus.leases import DeadEngine, DeathWatch, Observation
 from tests.engine.bus.ledger_world import World
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -71,8 +72,7 @@ def test_from_heartbeat_to_burial(world: World) -> None:
     world.enqueue(world.request("a"))
     world.take(engine)
     watch = DeathWatch(ttl=2.0)
-    while world.raw.exists(keys.slot(world.model, engine.slot)):
-        pass
+    wait_for(lambda: not world.raw.exists(keys.slot(world.model, engine.slot)), "the end of its time to live")
     assert watch.observe(world.bus.run(leases.observe(world.model)), 0.0) == []
     (dead,) = watch.observe(world.bus.run(leases.observe(world.model)), 2.0)
     assert world.bus.run(transitions.fail_engine(world.model, *dead, "it died")) == 1

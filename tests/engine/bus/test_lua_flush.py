@@ -13,6 +13,7 @@ from engine.bus.queue_depth import QueueDepth, queue_depth
 from engine.protocol import Abort, ControlReply, EngineCoreOutputs, FinishReason, encode
 from tests.engine.bus.ledger_world import CLIENT, Engine, Listener, World
 from tests.engine.bus.lossy_proxy import LossyProxy
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -100,8 +101,7 @@ def test_the_record_is_kept_for_its_retention(world: World) -> None:
     world.bus.run(world.flush_call(engine, ["a"], retention=0.05))
     key = keys.record(world.model, "a")
     assert world.raw.pttl(key) <= 50
-    while world.raw.exists(key):
-        pass
+    wait_for(lambda: not world.raw.exists(key), "the end of its retention")
     assert world.bus.run(records.record(world.model, "a")) is None
     assert world.bus.run(records.find(world.model, "ext")) == []
     assert world.bus.run(records.ended_requests(world.model)) == []
@@ -112,8 +112,7 @@ def test_one_ended_request_does_not_hide_a_living_one_under_the_same_id(world: W
     engine = world.engine()
     world.take(engine, 2)
     world.bus.run(world.flush_call(engine, ["a"], retention=0.001))
-    while world.raw.exists(keys.record(world.model, "a")):
-        pass
+    wait_for(lambda: not world.raw.exists(keys.record(world.model, "a")), "the end of its retention")
     assert [view.id for view in world.bus.run(records.find(world.model, "ext"))] == ["b"]
     world.end(engine, "b")
     assert world.raw.pttl(keys.external(world.model, "ext")) > 0

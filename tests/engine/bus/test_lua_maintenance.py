@@ -16,6 +16,7 @@ from engine.bus.usage import ROLL_BATCH, UsageTotals
 from tests.engine.bus.ledger_world import World
 from tests.engine.bus.lossy_proxy import LossyProxy
 from tests.redis_server import RedisServer
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -26,9 +27,14 @@ def world(each_redis_url: str) -> Iterator[World]:
 
 def look_until_dead(world: World, name: str) -> int:
     """How many looks in a row it takes; each is a round trip."""
-    looks = 1
-    while not world.bus.run(maintenance.api_absent(name, ttl=0.05)):
+    looks = 0
+
+    def dead() -> bool:
+        nonlocal looks
         looks += 1
+        return world.bus.run(maintenance.api_absent(name, ttl=0.05))
+
+    wait_for(dead, "its death", pause=0.001)
     return looks
 
 

@@ -12,6 +12,7 @@ from engine.bus.call import Fenced, script
 from engine.bus.connection import Bus
 from tests.engine.bus.ledger_world import Engine, World, engine_info
 from tests.engine.bus.lossy_proxy import LossyProxy
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -91,8 +92,7 @@ def test_a_heartbeat_renews_slot_and_snapshot(world: World) -> None:
 
 def test_a_slot_that_ran_out_is_not_revived(world: World) -> None:
     engine = world.engine(ttl=0.02)
-    while world.raw.exists(keys.slot(world.model, engine.slot)):
-        pass
+    wait_for(lambda: not world.raw.exists(keys.slot(world.model, engine.slot)), "the end of its time to live")
     with pytest.raises(Fenced):
         world.bus.run(leases.beat(world.model, engine.slot, engine.incarnation, engine_info()))
     assert world.bus.run(leases.engines(world.model)) == []

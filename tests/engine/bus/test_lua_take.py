@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +16,7 @@ from engine.bus.queue_depth import queue_depth
 from engine.protocol import RequestEnded, decode_request
 from tests.engine.bus.ledger_world import Engine, Listener, World
 from tests.engine.bus.lossy_proxy import LossyProxy
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -152,9 +152,7 @@ def test_the_share_of_who_asks_no_more_lapses(world: World, monkeypatch: pytest.
     assert len(world.take(first, 100)) == 5
     assert world.take(first, 100) == []
     monkeypatch.setattr(transitions, "SHARE_TTL", 0.05)
-    deadline = time.monotonic() + 5
-    while not (rest := world.take(first, 100)):
-        assert time.monotonic() < deadline
+    rest = wait_for(lambda: world.take(first, 100), "the rest")
     assert len(rest) == 5
     assert world.take(second, 100) == []
 

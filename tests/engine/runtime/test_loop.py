@@ -34,6 +34,7 @@ from engine.runtime.loop import IDLE_SECONDS
 from gpu.null import null_tokens
 from gpu.plan import SamplingParams, child_seed
 from tests.engine.conftest import MODEL, RunningEngine
+from tests.waiting import wait_for_async
 
 NO_LIMITS = AdmissionLimits()
 
@@ -75,9 +76,11 @@ def expected(request: EngineCoreRequest, choice: int = 0, prompt: int = 20) -> l
 
 async def settled(engine: RunningEngine) -> None:
     """Wait until the engine holds nothing, then prove it."""
-    async with asyncio.timeout(10):
-        while len(engine.loop.held) or engine.core.has_work or engine.bus.run(records.live_requests(MODEL)):
-            await asyncio.sleep(0.01)
+
+    def empty() -> bool:
+        return not (len(engine.loop.held) or engine.core.has_work or engine.bus.run(records.live_requests(MODEL)))
+
+    await wait_for_async(empty, "the end of all requests")
     stats = engine.core.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks == engine.core.limits.num_blocks - 1
@@ -210,9 +213,7 @@ async def test_the_list_tells_how_far_a_running_request_is(
     request = make_request(client, max_tokens=450)
     (stream,) = await add(client, request)
     await anext(stream)
-    async with asyncio.timeout(5):
-        while not (seen := engine.bus.run(records.live_requests(MODEL))[0].output_tokens):
-            await asyncio.sleep(0.05)
+    seen = await wait_for_async(lambda: engine.bus.run(records.live_requests(MODEL))[0].output_tokens, "progress in the list")
     assert 0 < seen <= 450
     assert engine.bus.run(records.find(MODEL, "mine"))[0].output_tokens >= seen
     await stream.abort()
@@ -288,8 +289,7 @@ async def test_a_request_on_its_way_is_not_given_up_after_a_cut(engine: RunningE
     redis("CLIENT", "PAUSE", 10_000, "WRITE")
     adding = asyncio.create_task(add(client, request))
     async with asyncio.timeout(30):
-        while not client.num_streams:
-            await asyncio.sleep(0)
+        await wait_for_async(lambda: client.num_streams, "the stream", pause=0)
         (stream,) = client._streams.values()
         redis("CLIENT", "KILL", "TYPE", "pubsub")
         await client._repair(stream)
@@ -458,9 +458,11 @@ async def test_priority_orders_what_waits(start_engine: Callable[..., RunningEng
         order.append(priority)
 
     tasks = [asyncio.create_task(run(priority)) for priority in (5, 1, 3)]
-    async with asyncio.timeout(5):
-        while len(await client._bus.run(records.live_requests(MODEL))) < 3:
-            await asyncio.sleep(0.01)
+
+    async def all_wait() -> bool:
+        return len(await client._bus.run(records.live_requests(MODEL))) == 3
+
+    await wait_for_async(all_wait, "three requests in the queue")
     engine = start_engine(max_num_seqs=1)
     await asyncio.gather(*tasks)
     assert order == [1, 3, 5]
@@ -571,9 +573,13 @@ async def test_what_was_taken_but_not_looked_at_ends_with_its_engine(
     monkeypatch.setattr(engine.loop, "_take_in", lambda: looks.wait(0.01))  # the inbox is never emptied
     await asyncio.to_thread(looks.wait, 2 * IDLE_SECONDS)  # a look that had begun is over
     (stream,) = await add(client, make_request(client))
+
+    async def running() -> bool:
+        record = await client.record(MODEL, stream.request_id)
+        return record is not None and record.state == "running"
+
     async with asyncio.timeout(10):
-        while (record := await client.record(MODEL, stream.request_id)) is None or record.state != "running":
-            await asyncio.sleep(0.01)
+        await wait_for_async(running, "the engine has taken it")
         engine.loop.stop()
         tokens, (end,) = await collect(stream)
     assert tokens == [[]] and (end.reason, end.error) == (FinishReason.ERROR, "The engine was shut down.")
