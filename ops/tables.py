@@ -80,7 +80,7 @@ def show_request(request: Request, others: Sequence[Request]) -> None:
         at = datetime.fromtimestamp(row["time"]).strftime("%H:%M:%S.%f")[:-3]
         took = "" if row["seconds"] is None else duration(row["seconds"])
         rows.append((row["mark"].replace("_", " "), at, "+" + duration(row["time"] - start), took, row["then"] if took else ""))
-    show_table(("MARK", "AT", ">SINCE START", ">THEN FOR", "IT"), rows)
+    show_table(("MARK", "AT", ">SINCE START", ">TO THE NEXT", "MEANWHILE"), rows)
     if others:
         console().print(Text(f"\n{len(others)} more under this id: " + ", ".join(other.record.id for other in others)))
 

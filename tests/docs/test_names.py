@@ -76,6 +76,7 @@ def test_commands_and_options_exist(document: Path) -> None:
 FOREIGN_OPTIONS = {
     "benchmarks.md": {"--only", "--tokens", "--requests", "--seconds", "--rounds", "--device", "--units", "--headrace"},
     "docker.md": {"--volumes"},
+    "README.md": {"--migration-limit"},
     "SECURITY.md": {"--trust-remote-code"},
 }
 MAKEFILE = (ROOT / "Makefile").read_text()
