@@ -105,8 +105,9 @@ def _sentence_piece(vocabulary: Vocabulary) -> tuple[Tokenizer, Merges]:
     """SentencePiece's BPE: scores for merges, U+2581 for blanks, and byte tokens for what is not in the vocabulary."""
     merges = vocabulary.merges or _merges_from_scores(vocabulary)
     tokenizer = _bpe(vocabulary, merges, fuse_unk=True, byte_fallback=True, unk_token=vocabulary.special_token("unknown"))
-    scheme = "first" if vocabulary.adds_space_prefix else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    # at the beginning and after each special token, as in these models' own tokenizer.json files and in llama.cpp
+    prefix = [normalizers.Prepend("▁")] if vocabulary.adds_space_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     strip = [decoders.Strip(content=" ", left=1)] if vocabulary.adds_space_prefix else []
     tokenizer.decoder = decoders.Sequence([*steps, *strip])

@@ -370,9 +370,72 @@ def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(folder / "model.gguf", tensors=tensors, metadata=metadata)
 
 
+# text -> its tokens in the small vocabulary below according to llama.cpp (`llama-tokenize --ids`, build 11434), which puts a blank
+# before the text and behind each special token, unless the file says otherwise
+WITH_PREFIX = {
+    "hello 12": [1, 263, 265],
+    " 12": [1, 273, 265],
+    "  hello": [1, 266, 263],
+    "<turn>user hello</s>12": [1, 272, 271, 263, 2, 265],
+    "<turn> user": [1, 272, 266, 270],
+    "<s>hello": [1, 1, 263],
+    "hellohello  12 x": [1, 263, 276, 260, 261, 273, 265, 273, 123],
+    "": [1],
+    "user\n\nuser": [1, 271, 13, 13, 270],
+}
+WITHOUT_PREFIX = {
+    "hello 12": [1, 276, 260, 261, 265],
+    " 12": [1, 265],
+    "  hello": [1, 273, 263],
+    "<turn>user hello</s>12": [1, 272, 270, 263, 2, 264],
+    "<turn> user": [1, 272, 271],
+    "<s>hello": [1, 1, 276, 260, 261],
+    "hellohello  12 x": [1, 276, 260, 261, 276, 260, 261, 273, 265, 273, 123],
+    "user\n\nuser": [1, 270, 13, 13, 270],
+}
+
+
+@pytest.mark.parametrize(("add_space_prefix", "golden"), [(True, WITH_PREFIX), (False, WITHOUT_PREFIX)])
+def test_sentence_piece_has_llama_cpps_tokens(add_space_prefix: bool, golden: dict[str, list[int]], tmp_path: Path) -> None:
+    pieces = [
+        "▁h",
+        "el",
+        "lo",
+        "▁hel",
+        "▁hello",
+        "12",
+        "▁12",
+        "▁▁",
+        "us",
+        "er",
+        "▁us",
+        "user",
+        "▁user",
+        "<turn>",
+        "▁",
+        *"12helorsu",
+    ]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(rank) for rank in range(len(pieces))],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [3 if piece == "<turn>" else 1 for piece in pieces],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_space_prefix": add_space_prefix,
+    }
+    embedding = {"model.embed_tokens.weight": np.zeros((len(tokens), HIDDEN), np.float32)}
+    tokenizer = tokenizer_of(write_gguf(tmp_path / "model.gguf", tensors=hf_tensors("llama") | embedding, metadata=metadata))
+    for text, ids in golden.items():
+        assert tokenizer.encode(text).ids == ids, text
+
+
 def test_sentence_piece_has_transformers_tokens(sentence_piece: Path) -> None:
+    """Except behind a blank, where transformers leaves out the one that SentencePiece puts first."""
     theirs, ours = transformers_tokenizer(sentence_piece), tokenizer_of(sentence_piece)
-    for text in TEXTS:
+    for text in (text for text in TEXTS if not text.startswith(" ")):
         assert ours.encode(text).ids == theirs.encode(text), text
         assert ours.decode(ours.encode(text).ids) == theirs.decode(theirs.encode(text), skip_special_tokens=True), text
 
