@@ -38,7 +38,7 @@ async def submit(request: Request, task: Task, body_id: str | None) -> Generatio
     principal = principal_of(request)
     external = external_id(request.scope, body_id, request.state.request_id)
     ids = internal_ids(external, len(task.prompts))
-    requests = _engine_requests(request.scope, principal, service.client, task, ids, arrival)
+    requests = _engine_requests(request.scope, principal, service.client, task, ids)
     facts = RequestFacts(external, task.endpoint, task.stream, task.model.name)
     try:
         streams = await service.client.add(task.model.handle.name, requests, facts, service.limits)
@@ -53,7 +53,7 @@ def answer_headers(generation: Generation) -> dict[str, str]:
 
 
 def _engine_requests(
-    scope: Scope, principal: Principal, client: AsyncClient, task: Task, ids: list[str], arrival: float
+    scope: Scope, principal: Principal, client: AsyncClient, task: Task, ids: list[str]
 ) -> list[EngineCoreRequest]:
     priority = _priority(scope, task.priority)
     trace = {name: value for name in TRACE_HEADERS if (value := header(scope, name.encode())) is not None}
@@ -67,7 +67,6 @@ def _engine_requests(
             client.incarnation,
             client.next_handle(),
             priority,
-            arrival,
             principal.tenant,
             salt,
             trace,

@@ -90,10 +90,8 @@ class LLM:
         if not sampling.eos_token_ids and self._files is not None:
             sampling = msgspec.structs.replace(sampling, eos_token_ids=self._files.eos_token_ids)
         handle, now = next(self._ids), self.core.clock()
-        source = EngineCoreRequest(
-            PROTOCOL_VERSION, f"offline-{handle}", encode_column(token_ids), sampling, "", handle, arrival_time=now
-        )
-        return self.core.make_requests(decode_request(encode(source)), now)
+        source = EngineCoreRequest(PROTOCOL_VERSION, f"offline-{handle}", encode_column(token_ids), sampling, "", handle)
+        return self.core.make_requests(decode_request(encode(source)), now, now)
 
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):

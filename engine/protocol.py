@@ -22,7 +22,6 @@ PROTOCOL_VERSION = 1
 
 Struct = TypeVar("Struct")
 Choice = Annotated[int, Meta(ge=-1, lt=2**31)]  # -1, where it may stand: all
-EpochSeconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 
 
 class FinishReason(enum.IntEnum):
@@ -36,9 +35,9 @@ class FinishReason(enum.IntEnum):
 
 
 class RequestTimes(msgspec.Struct, array_like=True):
-    """Wall-clock seconds since the epoch at which a request passed each mark; 0.0: not passed."""
+    """Seconds since the epoch, by Redis' clock, at which a request passed each mark; 0.0: not passed."""
 
-    enqueued: float = 0.0  # API server, just before `enqueue`
+    enqueued: float = 0.0  # put on the stream
     received: float = 0.0  # engine took it from the stream
     scheduled: float = 0.0  # first step that computes a token of it begins
     first_token: float = 0.0  # the step that sampled it was taken in
@@ -58,7 +57,6 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, frozen=True):
     client: str  # incarnation of the API server that listens for the outputs
     handle: Int64  # that server's own number for the request; outputs carry it instead of the id
     priority: Int64 = 0  # lower is earlier
-    arrival_time: EpochSeconds = 0.0  # epoch seconds at the API server
     tenant: str = ""
     cache_salt: str = ""
     trace_headers: dict[str, str] = {}

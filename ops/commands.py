@@ -40,14 +40,16 @@ def _day(value: str) -> date:
 @click.option("-a", "--all", "everything", is_flag=True, help="also what has ended and is still kept")
 def ps(redis_url: str, data_dir: str, model: str | None, as_json: bool, everything: bool) -> None:
     """List requests that wait or run, newest first."""
+    from engine.bus.clock import redis_time
     from ops import requests, tables
 
     with requests.connect(_redis_url(redis_url, data_dir)) as bus:
         found = requests.live(bus, model) + (requests.ended(bus, model) if everything else [])
+        now = bus.run(redis_time())
     if as_json:
         _print_json([request.json() for request in found])
     else:
-        tables.show_requests(found)
+        tables.show_requests(found, now)
 
 
 @click.command()
@@ -102,14 +104,16 @@ def engines(redis_url: str, data_dir: str, model: str | None, as_json: bool) -> 
     """List the living engines, what they hold and how full they are."""
     import msgspec
 
+    from engine.bus.clock import redis_time
     from ops import requests, tables
 
     with requests.connect(_redis_url(redis_url, data_dir)) as bus:
         found = requests.engines(bus, model)
+        now = bus.run(redis_time())
     if as_json:
         _print_json(msgspec.to_builtins(found))
     else:
-        tables.show_engines(found)
+        tables.show_engines(found, now)
 
 
 @click.command()

@@ -163,5 +163,5 @@ def timeline(record: RecordView) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for index, (name, at, meaning) in enumerate(passed):
         following = passed[index + 1][1] if index + 1 < len(passed) else None
-        rows.append({"mark": name, "time": at, "then": meaning, "seconds": None if following is None else following - at})
+        rows.append({"mark": name, "time": at, "then": meaning, "seconds": None if following is None else max(0.0, following - at)})
     return rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
@@ -22,11 +21,11 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
 
 
-def show_requests(requests: Sequence[Request]) -> None:
+def show_requests(requests: Sequence[Request], now: float) -> None:
+    """`now`: by Redis' clock, as all times of requests and engines are."""
     if not requests:
         console().print("no requests")
         return
-    now = time.time()
     rows = []
     for request in requests:
         record = request.record
@@ -85,11 +84,10 @@ def show_request(request: Request, others: Sequence[Request]) -> None:
         console().print(Text(f"\n{len(others)} more under this id: " + ", ".join(other.record.id for other in others)))
 
 
-def show_engines(engines: Sequence[EngineInfo]) -> None:
+def show_engines(engines: Sequence[EngineInfo], now: float) -> None:
     if not engines:
         console().print("no engines")
         return
-    now = time.time()
     rows = []
     for info in engines:
         stats = info.stats

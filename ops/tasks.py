@@ -6,13 +6,13 @@ Each task does a bounded piece and leaves the rest to its next run; where Redis 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache, wraps
 
 from engine.bus import leases, maintenance, transitions, usage
 from engine.bus.call import BusUnavailable
+from engine.bus.clock import redis_time
 from engine.bus.connection import Bus
 from engine.protocol import Abort
 from ops.celery_app import REDIS_URL, app
@@ -78,10 +78,11 @@ def fail_dead_engines(bus: Bus) -> int:
 def expire_records(bus: Bus) -> int:
     """Tidy the indexes of what has run out by itself. Returns how many records were forgotten."""
     forgotten = 0
+    today = datetime.fromtimestamp(bus.run(redis_time()), UTC).date()
     for model in bus.run(leases.models()):
         forgotten += bus.run(maintenance.forget_records(model))
-        bus.run(usage.forget_days(model, datetime.now(UTC).date()))
-    bus.run(maintenance.forget_api_servers(time.time() - FORGET_API_SERVER_SECONDS))
+        bus.run(usage.forget_days(model, today))
+    bus.run(maintenance.forget_api_servers(FORGET_API_SERVER_SECONDS))
     return forgotten
 
 

@@ -7,7 +7,7 @@ on the way, the bus sends the same call again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -21,7 +21,7 @@ Command = tuple[Argument, ...]
 
 LUA = Path(__file__).parent / "lua"
 WITHOUT_MEMORY = frozenset(
-    {"beat", "fail_engine", "finish", "reject", "release"}
+    {"beat", "beat_api", "fail_engine", "finish", "reject", "release"}
 )  # they keep somebody alive, or end something and free more
 
 
@@ -42,9 +42,10 @@ def milliseconds(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
-def epoch(timestamp: float) -> str:
-    """A point of time as records hold it: epoch seconds with microseconds."""
-    return f"{timestamp:.6f}"
+def seconds_of(answer: Sequence[bytes]) -> float:
+    """What TIME answered, in epoch seconds."""
+    seconds, microseconds = answer
+    return int(seconds) + int(microseconds) / 1e6
 
 
 def flat(fields: Mapping[str, Argument]) -> list[Argument]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.bus import keys
-from engine.bus.call import Argument, Call, epoch, flat, script
+from engine.bus.call import Argument, Call, flat, script
 from engine.protocol import EngineCoreRequest, encode
 
 MEMORY_SHARE = 0.8  # of maxmemory, beyond which nothing new is admitted
@@ -68,9 +67,7 @@ def enqueue(
 ) -> Call[Enqueued | Refused]:
     """All of the requests or none. Sent again by the same API server under the same ids and handles, it succeeds again."""
     limits = limits or AdmissionLimits()
-    now = epoch(time.time())
     arguments: list[Argument] = [
-        now,
         -1 if limits.max_num_queued_reqs is None else limits.max_num_queued_reqs,
         -1 if limits.max_num_queued_tokens is None else limits.max_num_queued_tokens,
         int(limits.require_engine),
@@ -81,7 +78,7 @@ def enqueue(
     for request in requests:
         if not 0 <= request.handle < MAX_EXACT:
             raise ValueError(f"handle {request.handle} does not fit 53 bits")
-        arguments += [request.request_id, encode(request), *flat(_first_fields(request, facts, model, now))]
+        arguments += [request.request_id, encode(request), *flat(_first_fields(request, facts, model))]
 
     def decode(answer: list[Any]) -> Enqueued | Refused:
         if answer[0] == b"ok":
@@ -97,8 +94,8 @@ def enqueue(
     )
 
 
-def _first_fields(request: EngineCoreRequest, facts: RequestFacts, model: str, now: str) -> dict[str, Argument]:
-    """The record of a request as it comes."""
+def _first_fields(request: EngineCoreRequest, facts: RequestFacts, model: str) -> dict[str, Argument]:
+    """The record of a request as it comes; the script adds entry and time."""
     return {
         "id": request.request_id,
         "external_id": facts.external_id,
@@ -113,5 +110,4 @@ def _first_fields(request: EngineCoreRequest, facts: RequestFacts, model: str, n
         "prompt_tokens": len(request.prompt_token_ids) // 4,
         "max_tokens": request.sampling.max_tokens,
         "n": request.sampling.n,
-        "enqueued": now,
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engine.bus import keys
-from engine.bus.call import Call, UnfitRedis, epoch, milliseconds, script
+from engine.bus.call import Call, UnfitRedis, milliseconds, script, seconds_of
 from engine.protocol import EngineInfo, decode_info, encode
 
 logger = logging.getLogger(__name__)
@@ -71,10 +70,10 @@ def claim_slot(model: str, info: EngineInfo, ttl: float = SLOT_TTL, wanted: int 
     return Call(fit, commands=(_INFO, ("SADD", keys.models(), model)))
 
 
-def beat(model: str, slot: str, incarnation: int, info: EngineInfo, ttl: float = SLOT_TTL) -> Call[None]:
-    """The heartbeat: every BEAT_INTERVAL, from a loop that makes progress. Raises Fenced."""
+def beat(model: str, slot: str, incarnation: int, info: EngineInfo, ttl: float = SLOT_TTL) -> Call[float]:
+    """The heartbeat: every BEAT_INTERVAL, from a loop that makes progress. Answers Redis' clock (epoch seconds). Raises Fenced."""
     return Call(
-        lambda _: None,
+        seconds_of,
         script("beat"),
         (keys.slot(model, slot), keys.slot_info(model, slot)),
         (incarnation, milliseconds(ttl), encode(info)),
@@ -143,11 +142,12 @@ def announce_api(ttl: float = API_TTL) -> Call[str]:
 
 
 def beat_api(incarnation: str, ttl: float = API_TTL) -> Call[None]:
-    commands = (
-        ("SET", keys.api(incarnation), b"", "PX", milliseconds(ttl)),
-        ("ZADD", keys.apis(), epoch(time.time()), incarnation),
+    return Call(
+        lambda _: None,
+        script("beat_api"),
+        (keys.api(incarnation), keys.apis()),
+        (milliseconds(ttl), incarnation),
     )
-    return Call(lambda answers: None, commands=commands, transaction=True)
 
 
 def release_api(incarnation: str) -> Call[None]:

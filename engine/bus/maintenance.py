@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.bus import keys
-from engine.bus.call import Call, milliseconds, script
+from engine.bus.call import Call, milliseconds, script, seconds_of
 from engine.bus.leases import API_TTL, SLOT_TTL
 from engine.bus.records import parse_fields
 
@@ -79,8 +79,8 @@ def forget_records(model: str) -> Call[int]:
     return page(0)
 
 
-def forget_api_servers(before: float) -> Call[int]:
-    """Take API servers without a heartbeat, last heard of before this time (epoch seconds), off the index; how many."""
+def forget_api_servers(silence: float) -> Call[int]:
+    """Take API servers without a heartbeat, last heard of more than `silence` seconds ago, off the index; how many."""
 
     def look(answers: list[Any]) -> Call[int]:
         names = [name.decode() for name in answers[0]]
@@ -93,4 +93,8 @@ def forget_api_servers(before: float) -> Call[int]:
 
         return Call(forget, commands=tuple(("EXISTS", keys.api(name)) for name in names))
 
-    return Call(look, commands=(("ZRANGEBYSCORE", keys.apis(), "-inf", before, "LIMIT", 0, PAGE),))
+    def list_old(answers: list[Any]) -> Call[int]:
+        before = seconds_of(answers[0]) - silence
+        return Call(look, commands=(("ZRANGEBYSCORE", keys.apis(), "-inf", before, "LIMIT", 0, PAGE),))
+
+    return Call(list_old, commands=(("TIME",),))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from engine.bus import keys
-from engine.bus.call import Argument, Call, epoch, flat, milliseconds, script
+from engine.bus.call import Argument, Call, flat, milliseconds, script
 from engine.bus.control import COMMANDS_KEPT, CONTROL_TTL
 from engine.bus.records import RecordView, parse_fields, parse_record
 from engine.protocol import Abort, FinishReason, encode
@@ -25,6 +24,8 @@ FAIL_BATCH = 128  # pending entries looked at in one script: Redis answers nobod
 class Taken(NamedTuple):
     entry: str  # id in the requests stream
     payload: bytes  # EngineCoreRequest
+    enqueued: float  # epoch seconds by Redis' clock, as is `taken`
+    taken: float
 
 
 def take(model: str, slot: str, incarnation: int, count: int, places: int) -> Call[list[Taken]]:
@@ -37,7 +38,7 @@ def take(model: str, slot: str, incarnation: int, count: int, places: int) -> Ca
     BusUnavailable runs the same Call again: it may own requests already.
     """
     return Call(
-        lambda answer: [Taken(entry.decode(), payload) for entry, payload in answer],
+        lambda answer: [Taken(each[0].decode(), each[1], float(each[2]), float(each[3])) for each in answer],
         script=script("take", "ledger"),
         keys=(*keys.ledger(model), keys.slot(model, slot), keys.taken(model, slot), keys.shares(model), keys.slot(model)),
         arguments=(
@@ -45,7 +46,6 @@ def take(model: str, slot: str, incarnation: int, count: int, places: int) -> Ca
             incarnation,
             count,
             secrets.token_hex(8),
-            epoch(time.time()),
             keys.consumer(),
             places,
             milliseconds(SHARE_TTL),
@@ -60,7 +60,6 @@ def reject(model: str, slot: str, incarnation: int, entry: str, error: str, rete
         entry,
         int(FinishReason.ERROR),
         error,
-        epoch(time.time()),
         milliseconds(retention),
         keys.client_channel(),
     )
@@ -100,7 +99,6 @@ def flush(
     arguments: list[Argument] = [
         incarnation,
         flush_number,
-        epoch(time.time()),
         milliseconds(retention),
         JOURNAL_ENTRIES,
         milliseconds(JOURNAL_TTL),
@@ -161,7 +159,6 @@ def finish(
         error or "",
         command.choice,
         encode(command),
-        epoch(time.time()),
         milliseconds(retention),
         milliseconds(TOMBSTONE_TTL),
         COMMANDS_KEPT,
@@ -192,7 +189,6 @@ def fail_engine(model: str, slot: str, incarnation: int, error: str, retention: 
             incarnation,
             int(FinishReason.ERROR),
             error,
-            epoch(time.time()),
             milliseconds(retention),
             FAIL_BATCH,
             start,

@@ -62,15 +62,16 @@ class EngineCore:
             config.cache.enable_prefix_caching,
         )
 
-    def make_requests(self, source: EngineCoreRequest, received: float) -> list[Request]:
-        """The choices of a request that came over the bus at `received` (epoch seconds); safe on any thread. Raises Unrunnable."""
+    def make_requests(self, source: EngineCoreRequest, enqueued: float, received: float) -> list[Request]:
+        """The choices of a request, with the times at which it was put on the bus and taken from it (epoch seconds); safe on any
+        thread. Raises Unrunnable."""
         prompt = np.frombuffer(source.prompt_token_ids, dtype=np.int32)
         longest, vocab_size = self.limits.max_model_len - 1, self.capacity.vocab_size
         if len(prompt) > longest:
             raise Unrunnable(f"The prompt has {len(prompt)} tokens; this engine takes 1 to {longest}.")
         if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
             raise Unrunnable(f"The prompt has token ids outside 0 to {vocab_size - 1}.")
-        return make_requests(source, prompt, received)
+        return make_requests(source, prompt, enqueued, received)
 
     def add_request(self, request: Request) -> None:
         self.scheduler.add_request(request)

@@ -1,7 +1,8 @@
 """The engine's heartbeat: it stands for a loop that makes progress, not for a process that exists.
 
 Every half second the slot's time to live is renewed, with the live snapshot, as long as the step in progress is younger than ten
-times its forecast. A loop that hangs falls silent, and whoever watches declares it dead.
+times its forecast. A loop that hangs falls silent, and whoever watches declares it dead. Redis answers with its time, by which the
+engine sets its clock.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from engine.bus import leases
 from engine.bus.call import BusUnavailable, Fenced
+from engine.bus.clock import BusClock
 from engine.bus.connection import Bus
 from engine.bus.leases import BEAT_INTERVAL
 from engine.protocol import EngineInfo, EngineStats
@@ -31,11 +33,14 @@ LEAST_PATIENCE_SECONDS = 20.0  # a first step may compile its kernels
 class Heartbeat:
     """The thread that renews the slot. The loop publishes a snapshot whenever `wants_snapshot` says so."""
 
-    def __init__(self, bus: Bus, core: EngineCore, info: EngineInfo, failed: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, bus: Bus, core: EngineCore, info: EngineInfo, clock: BusClock, failed: Callable[[BaseException], None]
+    ) -> None:
         self.info = info
         self.wants_snapshot = True
         self._bus = bus
         self._core = core
+        self._clock = clock
         self._failed = failed
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -69,8 +74,10 @@ class Heartbeat:
             self._failed(error)
 
     def _beat(self) -> None:
+        asked_at = time.monotonic()
         try:
-            self._bus.run(leases.beat(self.info.model, self.info.slot, self.info.incarnation, self.info))
+            told = self._bus.run(leases.beat(self.info.model, self.info.slot, self.info.incarnation, self.info))
+            self._clock.heard(told, asked_at, time.monotonic())
         except BusUnavailable as error:
             logger.warning("Redis is away, no heartbeat: %s", error)
 

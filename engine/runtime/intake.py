@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -120,8 +119,8 @@ class Intake:
             return False
         self._unanswered = None
         self._places_said -= min(len(entries), self._places_said)
-        for entry_id, payload in entries:
-            self._hand_over(entry_id, payload)
+        for taken in entries:
+            self._hand_over(taken)
         return bool(entries)
 
     def _room(self) -> tuple[int, int]:
@@ -134,15 +133,15 @@ class Intake:
         self.wants_room = room <= 0
         return max(0, room), max(0, self._core.scheduler.num_free_places - coming)
 
-    def _hand_over(self, entry_id: str, payload: bytes) -> None:
+    def _hand_over(self, taken: Taken) -> None:
         try:
-            source = decode_request(payload)
-            arrival = Arrival(source, self._core.make_requests(source, time.time()))
+            source = decode_request(taken.payload)
+            arrival = Arrival(source, self._core.make_requests(source, taken.enqueued, taken.taken))
         except (msgspec.DecodeError, Unrunnable) as error:
-            self._reject(entry_id, f"The engine refuses the request: {error}")
+            self._reject(taken.entry, f"The engine refuses the request: {error}")
         except Exception as error:  # whatever a request brings, it ends that request alone
-            logger.exception("entry %s cannot be taken in", entry_id)
-            self._reject(entry_id, f"The engine cannot take the request in: {type(error).__name__}: {error}")
+            logger.exception("entry %s cannot be taken in", taken.entry)
+            self._reject(taken.entry, f"The engine cannot take the request in: {type(error).__name__}: {error}")
         else:
             self._num_taken += 1
             self._inbox.put(arrival)

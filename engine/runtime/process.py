@@ -12,13 +12,13 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from engine.bus import leases, transitions
 from engine.bus.call import BusUnavailable, Fenced, UnfitRedis
+from engine.bus.clock import BusClock
 from engine.bus.connection import Bus
 from engine.bus.tokenizers import put_tokenizer
 from engine.client.discovery import ENGINE_DIED
@@ -106,15 +106,17 @@ def run_engine(config: EngineConfig, progress_fd: int | None = None, shutdown_ti
 def _serve(config: EngineConfig, progress: Progress, signals: StopSignals, shutdown_timeout: float) -> int:
     bundle = tokenizer_bundle(config)
     name = (config.served_model_name or [model_name(config.model.model)])[0]
-    core = EngineCore(config, progress.loading)
+    clock = BusClock()
+    core = EngineCore(config, progress.loading, clock)
     try:
         with Bus(config.redis.redis_url) as bus:
             tokenizer = hashlib.sha256(encode(bundle)).hexdigest()
             bus.run(put_tokenizer(name, tokenizer, bundle))
+            clock.ask(bus)
             info = engine_info(config, core, name, tokenizer)
             info.slot, info.incarnation = bus.run(leases.claim_slot(name, info, wanted=config.parallel.data_parallel_rank))
             bus.run(transitions.fail_engine(name, info.slot, info.incarnation - 1, ENGINE_DIED))
-            loop = connect(core, bus, info, config.redis.record_retention)
+            loop = connect(core, bus, info, config.redis.record_retention, clock)
             signals.obey_with(lambda: loop.stop(shutdown_timeout))
             logger.info("%s", describe(info))
             progress.say("ready", model=name, slot=info.slot, max_model_len=info.max_model_len, num_blocks=info.num_blocks)
@@ -124,7 +126,7 @@ def _serve(config: EngineConfig, progress: Progress, signals: StopSignals, shutd
         core.shutdown()
 
 
-def connect(core: EngineCore, bus: Bus, info: EngineInfo, retention: float) -> EngineLoop:
+def connect(core: EngineCore, bus: Bus, info: EngineInfo, retention: float, clock: BusClock) -> EngineLoop:
     """A loop around `core` with its side threads, for the slot that `info` names."""
     clients: list[str] = []
     loop = EngineLoop(core, info.model, clients)
@@ -132,7 +134,7 @@ def connect(core: EngineCore, bus: Bus, info: EngineInfo, retention: float) -> E
     loop.attach(
         Intake(*place, loop.inbox, core, loop.fail),
         Publisher(*place, clients, loop.fail, retention),
-        Heartbeat(bus, core, info, loop.fail),
+        Heartbeat(bus, core, info, clock, loop.fail),
     )
     return loop
 
@@ -159,7 +161,7 @@ def engine_info(config: EngineConfig, core: EngineCore, name: str, tokenizer: st
         tensor_parallel_size=config.parallel.tensor_parallel_size,
         pid=os.getpid(),
         host=socket.gethostname(),
-        started=time.time(),
+        started=core.clock(),
     )
 
 

@@ -166,8 +166,8 @@ class Request:
         del self.token_bytes[(self.num_prompt_tokens + kept) * TOKEN_BYTES :]
 
 
-def make_requests(source: EngineCoreRequest, prompt: Int32Array, received: float) -> list[Request]:
-    """The choices of a request as it came over the bus, at `received` (epoch seconds)."""
+def make_requests(source: EngineCoreRequest, prompt: Int32Array, enqueued: float, received: float) -> list[Request]:
+    """The choices of a request that was put on the bus and taken from it at these times (epoch seconds)."""
     return [
         Request(
             source.request_id,
@@ -175,10 +175,10 @@ def make_requests(source: EngineCoreRequest, prompt: Int32Array, received: float
             source.sampling,
             choice=choice,
             priority=source.priority,
-            arrival_time=source.arrival_time,
+            arrival_time=enqueued,
             cache_salt=source.cache_salt,
             handle=source.handle,
-            times=RequestTimes(enqueued=source.arrival_time, received=received),
+            times=RequestTimes(enqueued, received),
         )
         for choice in range(source.sampling.n)
     ]

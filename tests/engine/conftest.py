@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 
 from engine.bus import leases
+from engine.bus.clock import BusClock
 from engine.bus.connection import AsyncBus, Bus
 from engine.client.client import AsyncClient
 from engine.config import EngineConfig, RedisConfig, SchedulerConfig
@@ -24,10 +25,12 @@ class RunningEngine:
 
     def __init__(self, url: str, config: EngineConfig, model: str = MODEL, tokenizer: str = "no-tokenizer") -> None:
         self.bus = Bus(url)
-        self.core = EngineCore(config)
+        clock = BusClock()
+        clock.ask(self.bus)
+        self.core = EngineCore(config, clock=clock)
         self.info = engine_info(config, self.core, model, tokenizer)
         self.info.slot, self.info.incarnation = self.bus.run(leases.claim_slot(model, self.info))
-        self.loop: EngineLoop = connect(self.core, self.bus, self.info, retention=600)
+        self.loop: EngineLoop = connect(self.core, self.bus, self.info, retention=600, clock=clock)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

@@ -100,6 +100,13 @@ class Obedient(threading.Thread):
                 bus.run(transitions.flush(*place, 1000, ended=[ended], notices=notices))
 
 
+def test_ages_are_told_by_redis_clock(bus: Bus, redis_url: str, slot: ClaimedSlot, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine that asks is an hour ahead."""
+    enqueue(bus, "cmpl-a", 1)
+    monkeypatch.setattr(time, "time", lambda right=time.time: right() + 3600)
+    assert " h " not in headrace(redis_url, "ps").stdout and " m " not in headrace(redis_url, "engines").stdout
+
+
 def test_ps_lists_the_newest_first_and_the_ended_when_asked(bus: Bus, redis_url: str, slot: ClaimedSlot) -> None:
     first = enqueue(bus, "cmpl-a", 1)
     take(bus, slot, first, 1)

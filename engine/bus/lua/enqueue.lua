@@ -1,7 +1,7 @@
 -- enqueue: a list of requests becomes entries of the stream, each with its record and its place in the order; all of them or none.
 --
 -- KEYS 1-9 ledger, 10 slots, 11 prefix of slots
--- ARGV now, most choices (-1: any), most waiting prompt tokens (-1: any), require an engine (0, 1), share of maxmemory, wake channel,
+-- ARGV most choices (-1: any), most waiting prompt tokens (-1: any), require an engine (0, 1), share of maxmemory, wake channel,
 --      number of requests; of each: id, payload, number of field names and values, these
 -- Answer: ok and the entries, or refused, reason, measured value, limit, request id.
 --
@@ -9,15 +9,15 @@
 
 local SLOTS, SLOT = KEYS[10], KEYS[11]
 local EXTERNAL_LOOKED_AT = 8 -- oldest entries of a full index that one request looks at
-local now, max_requests, max_tokens, require_engine, memory_share, wake = unpack(ARGV, 1, 6)
+local max_requests, max_tokens, require_engine, memory_share, wake = unpack(ARGV, 1, 5)
 
 local function refused(reason, value, limit, id)
   return {'refused', reason, string.format('%d', value), string.format('%d', limit), id}
 end
 
 local function parse_requests()
-  local requests, at = {}, 8
-  for i = 1, tonumber(ARGV[7]) do
+  local requests, at = {}, 7
+  for i = 1, tonumber(ARGV[6]) do
     local length = tonumber(ARGV[at + 2])
     local fields = {unpack(ARGV, at + 3, at + 2 + length)}
     requests[i] = {id = ARGV[at], payload = ARGV[at + 1], fields = fields}
@@ -84,13 +84,13 @@ end
 
 local function add(request)
   local entry = redis.call('XADD', REQUESTS, '*', 'id', request.id, 'payload', request.payload)
-  redis.call('HSET', RECORD .. request.id, 'entry', entry, unpack(request.fields))
+  redis.call('HSET', RECORD .. request.id, 'entry', entry, 'enqueued', NOW, unpack(request.fields))
   redis.call('ZADD', ORDER, request.priority, order_member(entry))
-  redis.call('ZADD', LIVE, now, request.id)
+  redis.call('ZADD', LIVE, NOW, request.id)
   add_request(request.tenant, request.client, tonumber(request.n), 1)
   add_tokens(request.tenant, tonumber(request.prompt_tokens))
   local index = EXTERNAL .. request.external_id
-  redis.call('ZADD', index, now, request.id)
+  redis.call('ZADD', index, NOW, request.id)
   trim_external(index)
   redis.call('PERSIST', index)
   return entry

@@ -8,6 +8,10 @@
 
 local REQUESTS, ORDER, LIVE, ENDED, LOAD, USAGE, RECORD, EXTERNAL, TOMBSTONE = unpack(KEYS, 1, 9)
 local GROUP = 'engines'
+
+-- Epoch seconds with microseconds by Redis' clock, which is everybody's: those of the machines around it may differ by hours.
+local TIME = redis.call('TIME')
+local NOW = string.format('%d.%06d', TIME[1], TIME[2])
 local EXTERNAL_KEPT = 128 -- requests found under one client-given id, besides live ones
 
 -- A member of ORDER is the entry's id with its sequence number padded: equal scores are then in order of arrival.
@@ -62,11 +66,11 @@ local function find_by_entry(entry)
 end
 
 -- One usage line: who, when, how it ended, and what was computed. Prompt tokens of a request that was never scheduled cost nothing.
-local function add_usage(id, now)
+local function add_usage(id)
   local record = redis.call('HMGET', RECORD .. id, 'tenant', 'reason', 'prompt_tokens', 'cached_tokens', 'output_tokens', 'scheduled')
   local scheduled = record[6] and tonumber(record[6]) > 0
   redis.call('XADD', USAGE, '*',
-    'day', string.format('%d', math.floor(tonumber(now) / 86400)),
+    'day', string.format('%d', math.floor(tonumber(NOW) / 86400)),
     'tenant', record[1] or '',
     'reason', record[2] or '',
     'prompt_tokens', scheduled and record[3] or '0',
@@ -84,7 +88,7 @@ local function expire_external(external_id, retention)
 end
 
 -- The one way out of the ledger. `facts`: record fields of the end, flat. False: it had ended before, or never was.
-local function end_request(id, facts, now, retention)
+local function end_request(id, facts, retention)
   local key = RECORD .. id
   local record = redis.call('HMGET', key, 'state', 'entry', 'n', 'prompt_tokens', 'tenant', 'external_id', 'client')
   local state, entry, tenant = record[1], record[2], record[5]
@@ -97,11 +101,11 @@ local function end_request(id, facts, now, retention)
   redis.call('XACK', REQUESTS, GROUP, entry)
   redis.call('XDEL', REQUESTS, entry)
   redis.call('ZREM', LIVE, id)
-  redis.call('HSET', key, 'state', 'ended', 'finished', now, unpack(facts))
-  redis.call('ZADD', ENDED, now, id)
+  redis.call('HSET', key, 'state', 'ended', 'finished', NOW, unpack(facts))
+  redis.call('ZADD', ENDED, NOW, id)
   redis.call('PEXPIRE', key, retention)
   expire_external(record[6], retention)
-  add_usage(id, now)
+  add_usage(id)
   return true
 end
 

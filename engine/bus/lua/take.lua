@@ -1,8 +1,8 @@
 -- take: the requests that are next become the caller's.
 --
 -- KEYS 1-9 ledger, 10 slot, 11 what the slot took last, 12 who shares, 13 prefix of slots
--- ARGV slot, incarnation, count, nonce, now, prefix of consumers, places: how many more the caller could run, share's time to live in ms
--- Answer: a list of entry and payload.
+-- ARGV slot, incarnation, count, nonce, prefix of consumers, places: how many more the caller could run, share's time to live in ms
+-- Answer: a list of entry, payload, and when it was enqueued and taken (epoch seconds).
 --
 -- No more than the caller's fair share: what waits is thought to be poured over the sharers, each standing at the height of what it has in
 -- flight and filled no higher than its places allow; the caller may fill itself up to the level that comes of it. A sharer is a living
@@ -20,7 +20,7 @@
 
 local SLOT, TAKEN, SHARES, ANY_SLOT = KEYS[10], KEYS[11], KEYS[12], KEYS[13]
 local TAKEN_TTL, LOST_RETENTION = 600000, 3600000 -- ms
-local slot, incarnation, count, nonce, now, any_consumer, places, share_ttl = unpack(ARGV)
+local slot, incarnation, count, nonce, any_consumer, places, share_ttl = unpack(ARGV)
 local consumer = any_consumer .. slot
 
 if fenced(SLOT, incarnation) then return redis.error_reply(FENCED) end
@@ -29,8 +29,11 @@ if fenced(SLOT, incarnation) then return redis.error_reply(FENCED) end
 local function taken_before()
   local answer = {}
   for entry in string.gmatch(redis.call('HGET', TAKEN, 'entries'), '%S+') do
-    local _, payload = read_entry(entry)
-    if payload then answer[#answer + 1] = {entry, payload} end
+    local id, payload = read_entry(entry)
+    if payload then
+      local times = redis.call('HMGET', RECORD .. id, 'enqueued', 'received')
+      answer[#answer + 1] = {entry, payload, times[1], times[2]}
+    end
   end
   return answer
 end
@@ -42,18 +45,17 @@ local function claim(member)
   local claimed = redis.call('XCLAIM', REQUESTS, GROUP, consumer, 0, entry, 'FORCE')
   if #claimed == 0 or not claimed[1] then
     local lost = find_by_entry(entry)
-    if lost then end_request(lost, {'reason', 'error', 'error', 'the entry of the request is gone'}, now, LOST_RETENTION) end
+    if lost then end_request(lost, {'reason', 'error', 'error', 'the entry of the request is gone'}, LOST_RETENTION) end
     return nil
   end
   local id = field_of(claimed[1][2], 'id')
-  local record = redis.call('HMGET', RECORD .. id, 'tenant', 'prompt_tokens')
+  local record = redis.call('HMGET', RECORD .. id, 'tenant', 'prompt_tokens', 'enqueued')
   add_tokens(record[1], -tonumber(record[2]))
-  redis.call('HSET', RECORD .. id, 'state', 'running', 'engine', slot, 'incarnation', incarnation, 'received', now)
-  return {entry, field_of(claimed[1][2], 'payload')}
+  redis.call('HSET', RECORD .. id, 'state', 'running', 'engine', slot, 'incarnation', incarnation, 'received', NOW)
+  return {entry, field_of(claimed[1][2], 'payload'), record[3], NOW}
 end
 
-local time = redis.call('TIME')
-local clock = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local clock = tonumber(TIME[1]) * 1000 + math.floor(tonumber(TIME[2]) / 1000)
 
 local function say_places(number)
   redis.call('HSET', SHARES, slot, incarnation .. ' ' .. string.format('%d %d', math.max(0, number), clock))

@@ -96,7 +96,7 @@ class World:
 
     def take(self, engine: Engine, count: int = 1, places: int | None = None) -> list[str]:
         taken = self.bus.run(self.take_call(engine, count, places))
-        ids = [decode_request(payload).request_id for _, payload in taken]
+        ids = [decode_request(each.payload).request_id for each in taken]
         engine.running += ids
         return ids
 

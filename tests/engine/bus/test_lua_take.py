@@ -49,7 +49,7 @@ def test_a_lost_answer_loses_no_request(world: World) -> None:
         proxy.losses = 1
         taken = bus.run(world.take_call(engine, 2))
         assert proxy.lost == 1
-    assert [decode_request(payload).request_id for _, payload in taken] == ["r1", "r2"]
+    assert [decode_request(each.payload).request_id for each in taken] == ["r1", "r2"]
     assert len(world.pending()) == 2
     world.check_integrity()
 
@@ -63,7 +63,7 @@ def test_run_again_long_after_the_answer_was_lost_it_gives_the_same(world: World
         proxy.losses = 1_000
         with pytest.raises(BusUnavailable):
             bus.run(call)
-    assert [decode_request(payload).request_id for _, payload in world.bus.run(call)] == ["r1", "r2"]
+    assert [decode_request(each.payload).request_id for each in world.bus.run(call)] == ["r1", "r2"]
     assert world.take(engine, 2) == ["r3", "r4"]
     world.check_integrity()
 

@@ -407,7 +407,7 @@ async def test_a_request_taken_twice_is_one(engine: RunningEngine, client: Async
     request = make_request(client, max_tokens=450)
     (stream,) = await add(client, request)
     first = await anext(stream)
-    engine.loop.inbox.put(Arrival(request, engine.core.make_requests(request, 1.0)))
+    engine.loop.inbox.put(Arrival(request, engine.core.make_requests(request, 1.0, 1.0)))
     tokens, _ = await collect(stream)
     assert first.deltas[0].token_ids + tokens[0] == expected(request)
     await settled(engine)

@@ -20,10 +20,9 @@ def test_choices_of_a_request_share_all_but_seed_and_prompt_logprobs() -> None:
         client="api",
         handle=9,
         priority=2,
-        arrival_time=100.0,
         cache_salt="s",
     )
-    choices = make_requests(source, np.array([5, 6, 7], np.int32), received=101.0)
+    choices = make_requests(source, np.array([5, 6, 7], np.int32), enqueued=100.0, received=101.0)
     assert [request.key for request in choices] == [("r-1", 0), ("r-1", 1), ("r-1", 2)]
     assert [request.seed for request in choices] == [child_seed(42, choice) for choice in range(3)]
     assert len({request.seed for request in choices}) == 3
