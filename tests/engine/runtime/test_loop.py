@@ -419,7 +419,7 @@ async def test_a_gap_in_what_ends_in_the_same_message_is_no_harm(engine: Running
     (stream,) = await client.add("nobody", [request], RequestFacts("mine"), AdmissionLimits(require_engine=False))
     late = OutputPromptLogprobs(request.handle, 20, encode_column([7]), encode_column([0.0], np.float32), encode_column([1]))
     end = FinishedOutput(request.handle, 0, 0, FinishReason.ERROR, None, 0, RequestTimes(), "broken")
-    client._take_in(encode(EngineCoreOutputs("nobody:0", 1, 1, prompt_logprobs=[late], finished=[end])))
+    client._take_in(EngineCoreOutputs("nobody:0", 1, 1, prompt_logprobs=[late], finished=[end]))
     _, ends = await collect(stream)
     assert ends == [end] and client.num_streams == 0
 
