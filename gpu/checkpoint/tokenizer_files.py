@@ -40,6 +40,7 @@ _GGUF_SAMPLING = {  # GGUF's names of them
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
 _MOST_TOKENIZER_BYTES = 256 << 20
+_PROBE = "a b\n\U000f0000"  # the last, of a private area, is in no vocabulary
 
 
 def _is_token(value: Any) -> bool:
@@ -149,12 +150,18 @@ def _read_tokenizer(folder: Path, vocab_size: int | None) -> Tokenizer:
 
 
 def _parse(path: Path, text: str) -> Tokenizer:
+    """The tokenizer, after it has encoded something: what it lacks shows only then."""
     try:
-        return Tokenizer.from_str(text)
+        tokenizer = Tokenizer.from_str(text)
+        tokenizer.encode(_PROBE)
     except BaseException as error:  # the library raises bare Exceptions, and its panics are not even those
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise CheckpointError(f"{path} cannot be read: {error}") from None
+    ids = tokenizer.get_vocab(with_added_tokens=False)
+    if len(set(ids.values())) < len(ids):
+        raise CheckpointError(f"{path} cannot be read: several tokens of its vocabulary have the same id")
+    return tokenizer
 
 
 def _beyond(tokenizer: Tokenizer, vocab_size: int) -> str | int | None:

@@ -548,6 +548,28 @@ def test_what_is_wrong_with_a_directory_is_said(folder: Path) -> None:
         load_tokenizer_files(folder)
 
 
+@pytest.mark.parametrize(
+    ("part", "field", "value", "message"),
+    [
+        ("model", "vocab", {"a": 0, "b": 0, "[UNK]": 1}, "several tokens of its vocabulary have the same id"),
+        ("model", "unk_token", "gone", "Missing"),
+        ("model", "type", "Magic", "untagged enum"),
+        ("post_processor", "special_tokens", {}, "no entry found"),
+    ],
+)
+def test_a_tokenizer_that_would_fail_at_the_first_text_is_refused(
+    part: str, field: str, value: Any, message: str, folder: Path
+) -> None:
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 3)])
+    content = json.loads(tokenizer.to_str())
+    content[part][field] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=rf"tokenizer\.json cannot be read: .*{message}"):
+        load_tokenizer_files(folder)
+
+
 DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "top_k": 50, "min_p": 0.0, "repetition_penalty": 1, "max_new_tokens": 100}
 
 
