@@ -14,16 +14,20 @@ from gpu.config import CacheConfig, ModelConfig, ParallelConfig, option
 @dataclass
 class SchedulerConfig:
     max_num_batched_tokens: int | None = option(
-        None, "token budget of a step; default by device: 128 to 512 on the CPU, by its speed; 2048 to 16384 on GPUs"
+        None, "most tokens of a step; default: 128 to 512 on a CPU, by its measured speed; 2048 to 16384 on GPUs, by their memory"
     )
-    max_num_seqs: int | None = option(
-        None, "most requests that run at once; default by device: 128 on the CPU, 256 to 1024 on GPUs"
+    max_num_seqs: int | None = option(None, "most requests that run at once; default: 128 on a CPU, 256 to 1024 on GPUs")
+    long_prefill_token_threshold: int = option(
+        0, "most tokens of one prompt in a step while other requests wait or run; 0: no limit"
     )
-    long_prefill_token_threshold: int = option(0, "most tokens of one prompt in a step while others wait or run; 0: no cap")
-    scheduling_policy: str = option("fcfs", "order of waiting requests", choices=("fcfs", "priority"))
-    async_scheduling: bool = option(True, "plan a step while its predecessor runs (with worker processes)")
-    shrink_chunks: bool = option(False, "where blocks are short of a whole prefill chunk, admit the part that fits")
-    watermark: float = option(0.0, "share of the KV blocks that admission keeps free, 0 to 1")
+    scheduling_policy: str = option(
+        "fcfs",
+        "order of waiting requests; fcfs: first come, first served; priority: lower values first",
+        choices=("fcfs", "priority"),
+    )
+    async_scheduling: bool = option(True, "plan a step while its predecessor runs; needs worker processes")
+    shrink_chunks: bool = option(False, "if blocks are short for a whole chunk of a prompt, compute the part that fits")
+    watermark: float = option(0.0, "share of the KV blocks that admission keeps free, from 0 to 1")
 
 
 @dataclass
@@ -31,50 +35,56 @@ class RedisConfig:
     redis_url: str = option(
         "", "Redis to use: redis://, rediss:// (TLS) or unix:// (docs/operating.md); empty: `serve` starts an embedded Valkey"
     )
-    data_dir: str = option("", "where the embedded Valkey keeps its append-only file; default: ~/.local/share/headrace")
-    record_retention: int = option(3600, "seconds that the record of an ended request is kept")
+    data_dir: str = option("", "folder of the embedded Valkey and its append-only file; default: ~/.local/share/headrace")
+    record_retention: int = option(3600, "seconds for which the record of an ended request is kept")
 
 
 @dataclass
 class ApiConfig:
     host: str = option("127.0.0.1", "address to listen on; without keys only loopback is allowed")
-    port: int = option(8000, "port to listen on; 0: any free one")
-    api_server_count: int = option(1, "API server processes on the one listening socket")
+    port: int = option(8000, "port to listen on; 0: any free port")
+    api_server_count: int = option(1, "number of API server processes; they share one listening socket")
     api_key: list[str] = option(
-        list, "NAME=KEY for inference, NAME:admin=KEY to list, inspect and abort others' requests too; repeatable"
+        list,
+        "NAME=KEY: the key allows inference; NAME:admin=KEY: it also allows listing, inspecting and aborting "
+        "others' requests; repeatable",
     )
-    allow_no_auth: bool = option(False, "serve without keys on an address that is not loopback")
+    allow_no_auth: bool = option(False, "allow an address that is not loopback without keys")
     served_model_name: list[str] = option(
         list,
-        "names that clients use for the model; default: that of its file or directory as the path spells it, of a hub cache's "
-        "snapshot the repository's; repeatable",
+        "names of the model for clients; default: the name of its file or directory, or of its repository in a "
+        "Hugging Face cache; repeatable",
     )
-    chat_template: str | None = option(None, "file with a Jinja chat template, instead of the model's own")
-    trust_request_chat_template: bool = option(False, "let requests bring their own chat template")
-    default_chat_template_kwargs: str | None = option(None, "JSON object of variables for every chat template")
-    max_num_queued_reqs: int | None = option(None, "most requests waiting or running for a model; beyond it 503 with Retry-After")
-    max_num_queued_tokens: int | None = option(None, "most prompt tokens waiting for a model; beyond it 503 with Retry-After")
-    max_request_bytes: int = option(64 * 1024 * 1024, "largest request body in bytes; beyond it 413")
-    max_n: int = option(16384, "largest n of a request; beyond it 400")
-    max_prompts: int = option(1024, "most prompts of one completion request; beyond it 400")
-    max_choices: int = option(4096, "most choices of one request, its prompts times n; beyond it 400")
-    max_stop_strings: int = option(4, "most stop strings of a request; beyond it 400")
-    max_bad_words: int = option(128, "most token sequences of a request's bad_words; beyond it 400")
-    sse_keep_alive_interval: float = option(15.0, "seconds between the comments that keep a stream's connection alive; 0: none")
-    allowed_origins: list[str] = option(list, "origins allowed by CORS; repeatable")
+    chat_template: str | None = option(None, "file with a Jinja chat template that replaces the model's own")
+    trust_request_chat_template: bool = option(False, "allow requests to bring their own chat template")
+    default_chat_template_kwargs: str | None = option(None, "JSON object with variables for every chat template")
+    max_num_queued_reqs: int | None = option(
+        None, "most choices that wait or run for a model; a request beyond them is a 503 with Retry-After"
+    )
+    max_num_queued_tokens: int | None = option(
+        None, "most prompt tokens that wait for a model; a request beyond them is a 503 with Retry-After"
+    )
+    max_request_bytes: int = option(64 * 1024 * 1024, "largest request body in bytes; a larger one is a 413")
+    max_n: int = option(16384, "largest n of a request; a larger one is a 400")
+    max_prompts: int = option(1024, "most prompts of one completion request; more are a 400")
+    max_choices: int = option(4096, "most choices of one request, its prompts times n; more are a 400")
+    max_stop_strings: int = option(4, "most stop strings of a request; more are a 400")
+    max_bad_words: int = option(128, "most token sequences of a request's bad_words; more are a 400")
+    sse_keep_alive_interval: float = option(15.0, "seconds between the comments that keep a stream's connection open; 0: none")
+    allowed_origins: list[str] = option(list, "origins that CORS allows; repeatable")
     return_tokens_as_token_ids: bool = option(False, "show tokens in logprobs as token_id:N")
-    enable_prompt_tokens_details: bool = option(False, "put cached prompt tokens into usage")
-    enable_force_include_usage: bool = option(False, "usage in every stream, asked for or not")
-    enable_request_id_headers: bool = option(True, "X-Request-Id in every response")
-    disable_fastapi_docs: bool = option(False, "no /docs, /redoc and /openapi.json")
-    metrics_prefix: str = option("headrace", "first word of metric names; vllm: dashboards made for vLLM work")
-    shutdown_timeout: float = option(0.0, "seconds that running requests get at SIGTERM before they are aborted")
+    enable_prompt_tokens_details: bool = option(False, "report cached prompt tokens in usage")
+    enable_force_include_usage: bool = option(False, "send usage in every stream, also if the request does not ask for it")
+    enable_request_id_headers: bool = option(True, "send X-Request-Id in every response")
+    disable_fastapi_docs: bool = option(False, "serve no /docs, /redoc and /openapi.json")
+    metrics_prefix: str = option("headrace", "first word of metric names; vllm: for dashboards made for vLLM")
+    shutdown_timeout: float = option(0.0, "seconds that running requests get after SIGTERM before they are aborted")
 
 
 @dataclass
 class LogConfig:
-    log_level: str = option("info", "debug, info, warning or error", choices=("debug", "info", "warning", "error"))
-    log_format: str = option("auto", "json, text, or auto: text on a terminal", choices=("auto", "json", "text"))
+    log_level: str = option("info", "lowest level that is logged", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("auto", "auto: text on a terminal, else json", choices=("auto", "json", "text"))
 
 
 @dataclass

@@ -22,40 +22,51 @@ def option(default: Any, help: str, **more: Any) -> Any:
 
 @dataclass
 class ModelConfig:
-    model: str = option("", "a safetensors directory, a .gguf file or a directory with one, or `demo`", positional=True)
+    model: str = option(
+        "", "a directory with safetensors, a .gguf file, a directory with one .gguf file, or `demo`", positional=True
+    )
     dtype: str = option(
         "auto",
-        "type of weights that are not quantized; auto: bfloat16 on GPUs and on CPUs that multiply it (AVX512_BF16), else float16. "
-        "On the CPU sums and what flows between layers stay float32",
+        "type of weights that are not quantized; auto: bfloat16 on GPUs and on CPUs with AVX512_BF16, else "
+        "float16; on a CPU, sums and activations between layers are float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = option(
         "auto",
-        "on the CPU, weights and activations of matrix products in small integers, a scale for each block of them. "
-        "int8: weights of 8 bits; gguf: a GGUF file's blocks as they are; auto: gguf for a quantized GGUF file on the CPU, "
-        "unless --dtype is given, else none",
+        "on a CPU, small integers for weights and activations in matrix products; int8: weights of 8 bits, in "
+        "blocks with a scale each; gguf: a GGUF file's own blocks; auto: gguf for a quantized GGUF file unless "
+        "--dtype is given, else none",
         choices=("auto", "none", "int8", "gguf"),
     )
     weights_cache_dir: str = option(
-        "", "where packed weights are kept, to be mapped by all engines of the machine and at the next start; `none`: nowhere"
+        "",
+        "folder for packed weights, shared by all engines of the machine and by later starts; default: under "
+        "HEADRACE_CACHE_DIR; `none`: each engine keeps its own in memory",
     )
-    device: str = option("auto", "cpu or cuda; auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "device that computes; auto: cuda if there is a GPU, else cpu", choices=("auto", "cpu", "cuda"))
     max_model_len: int | None = option(
-        None, "longest prompt plus output in tokens (1k, 2K allowed); default: the model's own; -1: as many as fit"
+        None,
+        "most tokens of a prompt and its output together (1k and 2K are allowed); default: the model's own limit; "
+        "-1: as many as fit",
     )
-    max_logprobs: int = option(20, "most logprobs a request may ask for a token; -1: the whole vocabulary")
+    max_logprobs: int = option(20, "most logprobs that a request may ask for, for each token; -1: the whole vocabulary")
     logprobs_mode: str = option(
-        "raw_logprobs", "before or after penalties, temperature and filters", choices=("raw_logprobs", "processed_logprobs")
+        "raw_logprobs",
+        "raw_logprobs: before penalties, temperature and filters; processed_logprobs: after them",
+        choices=("raw_logprobs", "processed_logprobs"),
     )
     load_format: str = option(
         "auto",
-        "dummy: random weights from --seed, for tests and benchmarks; null: no model at all, tokens by a hash",
+        "auto: the model's weights; dummy: random weights from --seed, for tests and benchmarks; null: no model, "
+        "tokens from a hash",
         choices=("auto", "dummy", "null"),
     )
-    seed: int = option(0, "seed of dummy weights")
-    enforce_eager: bool = option(False, "GPUs: launch decodes kernel by kernel, without CUDA graphs: starts faster, decodes slower")
+    seed: int = option(0, "seed of the random weights of --load-format dummy")
+    enforce_eager: bool = option(False, "on GPUs, no CUDA graphs: starts faster, decodes slower")
     cuda_graph_sizes: list[int] = option(
-        list, "numbers of decoding requests for which a CUDA graph is captured; default: 1 to 512 in growing steps; repeatable"
+        list,
+        "on GPUs, numbers of decoding requests for which a CUDA graph is captured; default: growing steps from 1 "
+        "to 512; repeatable",
     )
 
 
@@ -63,38 +74,42 @@ class ModelConfig:
 class CacheConfig:
     block_size: int = option(16, "tokens in a KV block")
     gpu_memory_utilization: float = option(
-        0.92, "share of the device's memory for weights and KV (CPU: of the memory available, KV of all engines at most 4 GiB)"
+        0.92,
+        "share of the device's memory for weights and KV; on a CPU, share of the available memory, with at most 4 "
+        "GiB of KV for all engines together",
     )
     kv_cache_memory_bytes: int | None = option(
-        None, "KV memory of an engine in bytes (suffixes K, M, G), instead of --gpu-memory-utilization"
+        None, "KV memory of each engine in bytes (suffixes K, M, G); replaces --gpu-memory-utilization"
     )
     kv_cache_dtype: str = option(
         "auto",
-        "type of keys and values; auto: the weights' type, float16 where they are quantized",
+        "type of keys and values; auto: the weights' type, float16 if they are quantized",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of a size in bytes")
-    enable_prefix_caching: bool = option(True, "answer shared prompt prefixes from KV computed before")
+    num_gpu_blocks_override: int | None = option(None, "number of KV blocks of each engine; replaces the number that memory allows")
+    enable_prefix_caching: bool = option(True, "reuse the KV of prompt prefixes that were computed before")
 
 
 @dataclass
 class ParallelConfig:
-    tensor_parallel_size: int = option(1, "ranks that share each layer; must divide the model's key-value heads")
+    tensor_parallel_size: int = option(1, "ranks that share each layer; must divide the model's number of key-value heads")
     data_parallel_size: int = option(
         0,
-        "engines that `serve` starts on this machine, replicas on one queue; 0: 1 on GPUs, by the cores on the CPU. "
-        "`engine` starts one, which takes its part of memory and cores",
+        "engines on this machine that share one queue; `serve` starts that many, `engine` takes its part of "
+        "memory and cores; 0: one on GPUs, by the cores on a CPU",
     )
     data_parallel_rank: int = option(
-        0, "an engine's number among replicas: the slot that it takes where nobody holds it, else the lowest free one"
+        0,
+        "number of this engine among the engines of --data-parallel-size; it takes the slot of that number if it "
+        "is free, else the lowest free one",
     )
     distributed_executor_backend: str = option(
-        "mp", "mp: a process a rank; uni: the worker lives in the engine's process", choices=("mp", "uni")
+        "mp", "mp: a process for each rank; uni: the worker runs in the engine's process", choices=("mp", "uni")
     )
     num_threads: int = option(
         0,
-        "compute threads a worker; 0: on two cores both, for each engine; on more the cores, shared among engines and ranks, of "
-        "which one engine leaves one to the front end",
+        "compute threads of a worker; 0: two on a machine with two cores; on others the cores divided among "
+        "engines and ranks, and a single engine leaves one to the API server",
     )
 
 

@@ -8,12 +8,12 @@ from ops.settings import SETTINGS, Setting
 HEAD = """\
 # Configuration
 
-This page is made from the configuration tree by `headrace config-docs`.
+`headrace config-docs` makes this page from the configuration tree.
 
-Every setting can be given in four places. What stands lower in this list wins:
+Every setting can be given in four places. A later place wins over the ones before it:
 
 1. its default;
-2. a YAML file, `--config FILE` or `HEADRACE_CONFIG`: one `name: value` line each, in kebab case or snake case;
+2. a YAML file, `--config FILE` or `HEADRACE_CONFIG`, with a line `name: value` for each setting, in kebab case or snake case;
 3. the environment: `HEADRACE_` and the name in capitals; lists are separated by commas, or are a JSON array;
 4. the command line.
 
@@ -25,12 +25,13 @@ kv-cache-memory-bytes: 2G
 served-model-name: [my-model, my-model-latest]
 ```
 
-Names that do not exist are refused, with the nearest one that does. Numbers may end in `k`, `m`, `g`, `t` (powers of 1000) or
-`K`, `M`, `G`, `T` (powers of 1024). Names and meanings are vLLM's where vLLM has the option. `headrace serve` tells at start
-where each setting came from (as text: of those that are not defaults), and when the engines are ready what they settled, and why.
+headrace refuses unknown names and suggests the nearest known one. Numbers may end in `k`, `m`, `g`, `t` (powers of 1000) or
+`K`, `M`, `G`, `T` (powers of 1024). Names and meanings are vLLM's where vLLM has the option. At its start `headrace serve` logs the
+source of each setting. As text it leaves out settings with default values. When the engines are ready it logs the values that they
+chose, and why.
 
 Kubernetes sets variables such as `HEADRACE_SERVICE_HOST` and `HEADRACE_PORT=tcp://10.96.4.7:8000` for a service named `headrace`.
-They are ignored with a warning. `enableServiceLinks: false` in the pod keeps them out.
+headrace ignores them with a warning. `enableServiceLinks: false` in the pod keeps them out.
 """
 
 
