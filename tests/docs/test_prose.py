@@ -9,7 +9,6 @@ import pytest
 from ops.settings import SETTINGS
 from tests.docs.prose import ROOT, complaint, documents, sentences
 
-
 NOT_YET = ("benchmarks.md",)  # its diary is on its way into docs/history
 
 
