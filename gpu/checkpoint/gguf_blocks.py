@@ -13,7 +13,7 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
-from kernels.cpu.quantized_blocks import Blocks
+from kernels.cpu.quantized_blocks import Blocks, Scales
 
 # A "K" file mixes several: rows that do not divide into blocks of 256 fall back to the types with blocks of 32.
 SUPPORTED_TYPES = {
@@ -36,24 +36,24 @@ def in_blocks(type: GGMLQuantizationType) -> bool:
     return type.name in _SPLITTERS
 
 
-def elements_of_scale(type: GGMLQuantizationType) -> int:
-    """Adjacent elements of a row that share a scale once `split_blocks` has taken them apart."""
-    if not in_blocks(type):
-        return 1
-    return 16 if type.name == "Q6_K" else 32
-
-
 def split_blocks(blocks: NDArray[np.uint8], type: GGMLQuantizationType) -> Blocks | None:
     """[rows, bytes] of whole blocks, taken apart and not computed with; None for a type whose elements stand alone."""
     if not in_blocks(type):
         return None
     _, block_bytes = GGML_QUANT_SIZES[type]
     rows = len(blocks)
-    codes, scales, minima, bits = _SPLITTERS[type.name](np.ascontiguousarray(blocks).reshape(-1, block_bytes))
-    return Blocks(codes.reshape(rows, -1), *(np.ascontiguousarray(x, np.float32).reshape(rows, -1) for x in (scales, minima)), bits)
+    codes, bits, scales, minima = _SPLITTERS[type.name](np.ascontiguousarray(blocks).reshape(-1, block_bytes))
+    return Blocks(codes.reshape(rows, -1), bits, _by_rows(scales, rows), None if minima is None else _by_rows(minima, rows))
 
 
-_Split = tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32], int]
+# Codes [blocks, elements], their bits, scales and minima, of a list of blocks.
+_Split = tuple[NDArray[np.uint8], int, Scales, Scales | None]
+
+
+def _by_rows(scales: Scales, rows: int) -> Scales:
+    """Those of blocks, one after the other, as those of the rows that the blocks are of."""
+    arrays = (scales.numbers, scales.factors)
+    return Scales(*(x if x is None else np.ascontiguousarray(x, np.float32).reshape(rows, -1) for x in arrays))
 
 
 def _halves(blocks: NDArray[np.uint8], begin: int) -> NDArray[np.float32]:
@@ -72,55 +72,51 @@ def _fifth_bits(blocks: NDArray[np.uint8], begin: int) -> NDArray[np.uint8]:
 
 
 def _split_q4_0(blocks: NDArray[np.uint8]) -> _Split:
-    scales = _halves(blocks, 0)
-    return _nibbles(blocks[:, 2:18]), scales, -8 * scales, 4
+    return _nibbles(blocks[:, 2:18]), 4, Scales(_halves(blocks, 0)), None
 
 
 def _split_q4_1(blocks: NDArray[np.uint8]) -> _Split:
-    return _nibbles(blocks[:, 4:20]), _halves(blocks, 0), _halves(blocks, 2), 4
+    return _nibbles(blocks[:, 4:20]), 4, Scales(_halves(blocks, 0)), Scales(_halves(blocks, 2))
 
 
 def _split_q5_0(blocks: NDArray[np.uint8]) -> _Split:
-    scales = _halves(blocks, 0)
-    return _nibbles(blocks[:, 6:22]) | _fifth_bits(blocks, 2), scales, -16 * scales, 8
+    return _nibbles(blocks[:, 6:22]) | _fifth_bits(blocks, 2), 5, Scales(_halves(blocks, 0)), None
 
 
 def _split_q5_1(blocks: NDArray[np.uint8]) -> _Split:
-    return _nibbles(blocks[:, 8:24]) | _fifth_bits(blocks, 4), _halves(blocks, 0), _halves(blocks, 2), 8
+    codes = _nibbles(blocks[:, 8:24]) | _fifth_bits(blocks, 4)
+    return codes, 5, Scales(_halves(blocks, 0)), Scales(_halves(blocks, 2))
 
 
 def _split_q8_0(blocks: NDArray[np.uint8]) -> _Split:
-    scales = _halves(blocks, 0)
-    return blocks[:, 2:34] ^ 128, scales, -128 * scales, 8
+    return blocks[:, 2:34] ^ 128, 8, Scales(_halves(blocks, 0)), None
 
 
-def _k_scales(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Eight scales and eight minima of 6 bits out of 12 bytes: [blocks, 8] each."""
+def _k_scales(blocks: NDArray[np.uint8]) -> tuple[Scales, Scales]:
+    """Scales and minima of Q4_K and Q5_K: eight whole numbers of 6 bits each, in 12 bytes behind their factors."""
+    packed = blocks[:, 4:16]
     low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1)
     minima = np.concatenate([middle & 63, (high >> 4) | (middle >> 6 << 4)], axis=1)
-    return scales, minima
+    return Scales(scales, _halves(blocks, 0)), Scales(minima, -_halves(blocks, 2))
 
 
 def _split_q4_k(blocks: NDArray[np.uint8]) -> _Split:
-    scales, minima = _k_scales(blocks[:, 4:16])
-    codes = _nibbles(blocks[:, 16:144].reshape(-1, 4, 32))
-    return codes, _halves(blocks, 0) * scales, -(_halves(blocks, 2) * minima), 4
+    return _nibbles(blocks[:, 16:144].reshape(-1, 4, 32)), 4, *_k_scales(blocks)
 
 
 def _split_q5_k(blocks: NDArray[np.uint8]) -> _Split:
-    scales, minima = _k_scales(blocks[:, 4:16])
     low = _nibbles(blocks[:, 48:176].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     high = (blocks[:, np.newaxis, 16:48] >> np.arange(8, dtype=np.uint8)[:, np.newaxis]) & 1
-    return low | high << 4, _halves(blocks, 0) * scales, -(_halves(blocks, 2) * minima), 8
+    return low | high << 4, 5, *_k_scales(blocks)
 
 
 def _split_q6_k(blocks: NDArray[np.uint8]) -> _Split:
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 8, 32)
     pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, np.newaxis]
     high = (pairs & 3).reshape(-1, 8, 32)
-    scales = _halves(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
-    return low | high << 4, scales, -32 * scales, 8
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    return low | high << 4, 6, Scales(scales, _halves(blocks, 208)), None
 
 
 _SPLITTERS = {

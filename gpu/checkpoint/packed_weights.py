@@ -15,7 +15,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LAYOUT_VERSION = 3  # changes with what packing makes
+LAYOUT_VERSION = 4  # changes with what packing makes
 MOST_MODELS = 4  # kept in a folder; the least recently used go
 _NAME = re.compile(r"[0-9a-f]{32}-\d+-of-\d+\.weights")
 _LENGTH = struct.Struct("<Q")  # of the index, the file's last bytes
@@ -45,15 +45,14 @@ _LENGTH = struct.Struct("<Q")  # of the index, the file's last bytes
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """kind: plain (array `weight`), half or bfloat (`panels`, kernels.half_matmul, kernels.bfloat_matmul) or blocks (`codes`,
-    `scales`, kernels.block_matmul)."""
+    """kind: plain (array `weight`), half or bfloat (`panels`, kernels.cpu.half_matmul and bfloat_matmul) or blocks (`records`,
+    `segments`, kernels.cpu.block_matmul)."""
 
     kind: str
     out_features: int
     in_features: int
     arrays: dict[str, np.ndarray]
     dtype: str = ""  # plain: torch's name of the weight's type; bfloat16 is kept as int16
-    block_kind: int = 0  # blocks: index in kernels.block_matmul.KINDS
 
     @property
     def num_bytes(self) -> int:
@@ -78,10 +77,10 @@ class PackedMatrix:
         return cls("bfloat", weight.shape[0], weight.shape[1], {"panels": pack_bfloat(weight.bfloat16())})
 
     @classmethod
-    def blocks(cls, blocks: Blocks, in_features: int) -> PackedMatrix:
-        packed = pack_blocks(blocks)
-        arrays = {"codes": packed.codes, "scales": packed.scales}
-        return cls("blocks", len(blocks.codes), in_features, arrays, block_kind=packed.kind)
+    def blocks(cls, matrices: Sequence[Blocks], in_features: int) -> PackedMatrix:
+        """The rows of all matrices, one after the other."""
+        packed = pack_blocks(matrices)
+        return cls("blocks", packed.out_features, in_features, {"records": packed.records, "segments": packed.segments})
 
 
 class PrivateWeights:

@@ -23,7 +23,7 @@ from gpu.checkpoint.architecture import ArchitectureConfig
 from gpu.checkpoint.fields import Fields, Rule
 from gpu.checkpoint.gguf import GGUFFile, TensorInfo
 from gpu.checkpoint.gguf_architecture import architecture_config, gguf_name, permuted_heads
-from gpu.checkpoint.gguf_blocks import SUPPORTED_TYPES, dequantize, elements_of_scale, in_blocks, split_blocks
+from gpu.checkpoint.gguf_blocks import SUPPORTED_TYPES, dequantize, in_blocks, split_blocks
 from gpu.checkpoint.model_files import find_model, read_json
 from gpu.errors import CheckpointError
 from kernels.cpu.quantized_blocks import Blocks
@@ -223,7 +223,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def divides_blocks(self, num_ranks: int) -> bool:
         row_parallel = [tensor for name, tensor in self._tensors.items() if name.endswith(ROW_PARALLEL)]
-        return all(tensor.shape[1] % (num_ranks * elements_of_scale(tensor.type)) == 0 for tensor in row_parallel)
+        return all(tensor.shape[1] % (num_ranks * tensor.block_size) == 0 for tensor in row_parallel)
 
     def stamp(self) -> str:
         return _stamp(self._file.path)

@@ -77,7 +77,7 @@ def _is_plain(layer: DecoderLayer) -> bool:
     return compilable and attention.output.group.size == 1 and attention.query_norm is None
 
 
-def _operands(linear: Linear) -> tuple[np.ndarray, np.ndarray, int]:
+def _operands(linear: Linear) -> tuple[np.ndarray, np.ndarray]:
     """What `kernels.cpu.layer.project` takes."""
     assert isinstance(linear, PackedLinear)
     return linear.operands

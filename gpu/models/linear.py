@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -58,6 +59,9 @@ class Numerics:
         return name if self.quantization == "none" else f"{self.quantization}-{name}"
 
 
+_NO_SEGMENTS = np.zeros((0, 0), np.int64)  # of panels, which are all of one kind
+
+
 class Linear(Protocol):
     num_bytes: int
 
@@ -71,7 +75,7 @@ class Linear(Protocol):
 def pack(weight: torch.Tensor, numerics: Numerics) -> PackedMatrix:
     """weight [out_features, in_features] of any float type as the class keeps it."""
     if numerics.quantization == "int8":
-        return PackedMatrix.blocks(quantize(weight.float().numpy()), weight.shape[1])
+        return PackedMatrix.blocks([quantize(weight.float().numpy())], weight.shape[1])
     if numerics.packed and numerics.weights is torch.float16:
         return PackedMatrix.half(weight)
     if numerics.packed and numerics.weights is torch.bfloat16:
@@ -123,7 +127,7 @@ class PanelLinear:
         self._in_features, self._out_features = packed.in_features, packed.out_features
         self._bias = bias
         self.is_compilable = bias is None
-        self.operands = (self._panels, self._panels, 0)
+        self.operands = (self._panels, _NO_SEGMENTS)
         self.num_bytes = packed.num_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -137,15 +141,15 @@ class BlockLinear:
     """Weights of 4 or 8 bits in blocks, activations of 8 bits in the same blocks, each with its scale; float32 in and out."""
 
     def __init__(self, packed: PackedMatrix, bias: torch.Tensor | None) -> None:
-        self._blocks = PackedBlocks(packed.arrays["codes"], packed.arrays["scales"], packed.block_kind)
-        self._in_features, self._out_features = packed.in_features, packed.out_features
+        self._blocks = PackedBlocks(packed.arrays["records"], packed.arrays["segments"])
+        self._in_features = packed.in_features
         self._bias = bias
         self.is_compilable = bias is None and self._in_features == self._blocks.in_features
-        self.operands = (self._blocks.codes, self._blocks.scales, self._blocks.kind)
-        self.num_bytes = packed.num_bytes
+        self.operands = (self._blocks.records, self._blocks.segments)
+        self.num_bytes = self._blocks.records.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _add(block_matmul(x, self._blocks, self._out_features), self._bias)
+        return _add(block_matmul(x, self._blocks), self._bias)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         return block_rows(self._blocks, indices)[:, : self._in_features].contiguous()

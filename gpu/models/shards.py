@@ -14,7 +14,7 @@ from gpu.distributed import TensorParallelGroup
 from gpu.errors import CheckpointError
 from gpu.models.layers import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
 from gpu.models.linear import Linear, Numerics, open_linear, pack
-from kernels.cpu.quantized_blocks import INT8_BLOCK, Blocks, join_rows
+from kernels.cpu.quantized_blocks import INT8_BLOCK, join_rows, zeros_like
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +109,10 @@ class ShardReader:
             found = [self.checkpoint.blocks(each.name, each.rows, each.columns) for each in slices]
             blocks = [matrix for matrix in found if matrix is not None]
             if len(blocks) == len(slices):
-                joined = fill_up(join_rows(blocks), out_features)
-                return PackedMatrix.blocks(joined, joined.codes.shape[1])
+                missing = out_features - sum(len(matrix.codes) for matrix in blocks)
+                if missing > 0:
+                    blocks.append(zeros_like(blocks[-1], missing))
+                return PackedMatrix.blocks(join_rows(blocks), blocks[0].codes.shape[1])
             self._without_blocks += [each.name for each in slices]
         tensors = [self.checkpoint.tensor(each.name, self.numerics.weights, each.rows, each.columns) for each in slices]
         weight = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
@@ -131,12 +133,3 @@ class ShardReader:
     def _made(self, count: int) -> None:
         self._num_made += count
         self._progress(self._num_made / len(self._names))
-
-
-def fill_up(blocks: Blocks, num_rows: int) -> Blocks:
-    """With rows of zeros up to `num_rows`."""
-    missing = num_rows - len(blocks.codes)
-    if missing <= 0:
-        return blocks
-    codes, scales = blocks.codes[:1].repeat(missing, axis=0), 0 * blocks.scales[:1].repeat(missing, axis=0)
-    return join_rows([blocks, Blocks(codes, scales, scales, blocks.bits)])

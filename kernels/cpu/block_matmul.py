@@ -1,16 +1,15 @@
-"""Product of float32 rows with quantized weights as they are, on the CPU: codes of 4 or 8 bits in blocks that share a scale.
+"""Product of float32 rows with quantized weights as they are, on the CPU: codes of 4 to 8 bits in blocks that share a scale.
 
-Blocks have a minimum each, too, unless their codes stand for numbers around zero. A row's activations are rounded to 8 bits in the
-same blocks, each with a scale of its own, so that an outlier costs its block alone its precision. Products of a block are summed in
-integers, exactly, blocks in float32 in a fixed order: the same bits on every processor, whatever instruction multiplies bytes.
+A row's activations are rounded to 8 bits in blocks of their own, each with a scale, so that an outlier costs its block alone its
+precision. Products of a block are summed in integers, exactly, blocks in float32 in a fixed order: the same bits on every
+processor, whatever instruction multiplies bytes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +19,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from kernels.cpu.block_kinds import GROUP, KINDS, find_kind, load_halves, pack_records
 from kernels.cpu.compiled import compiled
-from kernels.cpu.dot import BYTES, WORDS, dot_bytes
+from kernels.cpu.dot import WORDS, dot_bytes
 from kernels.cpu.ir import (
     FLOAT,
     INT32,
@@ -31,7 +31,6 @@ from kernels.cpu.ir import (
     int64,
     integers,
     load_as,
-    load_wide,
     multiply_add,
     pointers,
     prefetch,
@@ -40,180 +39,165 @@ from kernels.cpu.ir import (
     switch,
 )
 from kernels.cpu.math import widen
-from kernels.cpu.quantized_blocks import INT8_BLOCK, Blocks
+from kernels.cpu.quantized_blocks import Blocks
 from kernels.cpu.threads import for_ranges
-from kernels.cpu.tiles import BLOCK_PANEL, BLOCK_ROWS, copy_tile, num_panels, tile_rows
+from kernels.cpu.tiles import BLOCK_PANEL, BLOCK_ROWS, copy_tile, tile_rows
 
 PANEL = BLOCK_PANEL
-GROUP = 4  # input columns that one instruction multiplies and sums
 _FLOATS = ir.VectorType(FLOAT, LANES)
 
+# Beside the codes of a block of a row, `quantize_rows` keeps its scale, what its codes stand for in sum, and three negative integers:
+# the sums of all codes, of the first half and of the second.
+_SCALE, _SUM, _TOTAL, _FIRST, _SECOND = range(5)
+BESIDE = 5
 
-@dataclass(frozen=True)
-class Kind:
-    """How the codes of a panel's block lie in memory, and what stands beside them."""
+# What one row reads of the weights comes from memory: so far ahead it is asked for, in bytes. The processor itself looks ahead too,
+# but neither across pages nor while it is busy with a row's products.
+AHEAD = 4096
 
-    bits: int
-    block_size: int
-    is_symmetric: bool = False  # around the middle of the codes' range: no minima are kept, sums begin at what the middle adds
+# Columns of `segments`: parts of a matrix that are of one kind.
+_KIND, _FIRST_PANEL, _FIRST_COLUMN, _END_COLUMN, _OFFSET, _RECORDS = range(6)
 
-    @property
-    def middle(self) -> int:
-        """The code that stands for zero where no minima are kept."""
-        return 1 << (self.bits - 1) if self.is_symmetric else 0
-
-    @property
-    def groups(self) -> int:
-        return self.block_size // GROUP
-
-    @property
-    def chunks(self) -> int:
-        """Loads that bring the codes of LANES columns."""
-        return self.groups * self.bits // 8
-
-    @property
-    def num_bytes(self) -> int:
-        return self.chunks * BYTES.count
-
-    @property
-    def parts(self) -> int:
-        """Numbers of a column beside its codes: a scale, and a minimum."""
-        return 1 if self.is_symmetric else 2
-
-    def load(self, builder: ir.IRBuilder, block: ir.Value) -> Iterator[tuple[int, ir.Value]]:
-        """Yields (group, the codes of the panel's columns as bytes)."""
-        for chunk in range(self.chunks):
-            raw = load_as(builder, at(builder, block, chunk * BYTES.count), BYTES, 1)
-            if self.bits == 8:
-                yield chunk, raw
-                continue
-            low, shift = ir.Constant(BYTES, [15] * BYTES.count), ir.Constant(WORDS, [4] * LANES)
-            yield chunk, builder.and_(raw, low)
-            high = builder.lshr(builder.bitcast(raw, WORDS), shift)
-            yield chunk + self.chunks, builder.and_(builder.bitcast(high, BYTES), low)
-
-
-KINDS = (Kind(4, 32), Kind(8, 32), Kind(8, 16), Kind(8, INT8_BLOCK, is_symmetric=True))
-_BITS, _BLOCK_SIZES = tuple(kind.bits for kind in KINDS), tuple(kind.block_size for kind in KINDS)
-_MIDDLES = tuple(kind.middle for kind in KINDS)
+_X_BLOCKS = tuple(kind.block for kind in KINDS)
+_RECORD_BYTES = tuple(kind.record_bytes for kind in KINDS)
+_RECORD_BLOCKS = tuple(kind.blocks for kind in KINDS)
+_CODE_BYTES = tuple(kind.code_bytes for kind in KINDS)
+_NUM_BITS = tuple(kind.bits for kind in KINDS)
+_SIZES = tuple(kind.size for kind in KINDS)
+_SPANS = tuple(kind.span for kind in KINDS)
+_MIDDLES = tuple(1 << kind.middle_shift if kind.is_symmetric else 0 for kind in KINDS)
+_MINIMA_OFFSETS = tuple(kind.minima_offset for kind in KINDS)
+_FACTORS_OFFSETS = tuple(kind.factors_offset for kind in KINDS)
 
 
 @dataclass
 class PackedBlocks:
-    """`Blocks` as the product reads them. Codes of 4 bits lie two in a byte: the block's first half low, its second high."""
+    """Matrices of blocks, one's rows after the other's, as the product reads them."""
 
-    codes: NDArray[np.uint8]  # [panels, blocks, bytes of a panel's block]
-    scales: NDArray[Any]  # [panels, blocks, parts, PANEL] float32, or the bits of float16 as int16 where they are exact
-    kind: int  # index in KINDS
+    records: NDArray[np.uint8]  # flat: segment after segment, panel after panel
+    segments: NDArray[np.int64]  # [matrices, 6]
+
+    @property
+    def out_features(self) -> int:
+        return int(self.segments[-1, _END_COLUMN])
 
     @property
     def in_features(self) -> int:
-        return self.codes.shape[1] * KINDS[self.kind].block_size
+        return int(self.segments[0, _RECORDS]) * KINDS[int(self.segments[0, _KIND])].columns
 
 
-def pack_blocks(blocks: Blocks) -> PackedBlocks:
-    """Raises ValueError where there is no kernel for such blocks."""
-    rows, columns = blocks.codes.shape
-    number = _find_kind(blocks)
-    panels, size, parts = num_panels(rows, PANEL), KINDS[number].block_size, KINDS[number].parts
-    count = columns // size
-    codes = _pad_rows(blocks.codes, panels).reshape(panels, PANEL, count, size // GROUP, GROUP).transpose(0, 2, 3, 1, 4)
-    if blocks.bits == 4:
-        half = size // GROUP // 2
-        codes = codes[:, :, :half] | codes[:, :, half:] << 4
-    beside = (blocks.scales, blocks.minima)[:parts]
-    scales = np.stack([_pad_rows(x, panels).reshape(panels, PANEL, count).swapaxes(1, 2) for x in beside], 2)
-    with np.errstate(over="ignore"):
-        halves = scales.astype(np.float16)
-    exact = np.array_equal(halves.astype(np.float32), scales)
-    return PackedBlocks(
-        np.ascontiguousarray(codes).reshape(panels, count, -1),
-        np.ascontiguousarray(halves).view(np.int16) if exact else np.ascontiguousarray(scales),
-        number,
-    )
+def pack_blocks(matrices: Sequence[Blocks]) -> PackedBlocks:
+    """Matrices of equal width. Raises ValueError where there is no kernel for such blocks."""
+    records, segments, panel, column, offset = [], [], 0, 0, 0
+    for blocks in matrices:
+        number = find_kind(blocks)
+        packed = pack_records(blocks, KINDS[number])
+        end_column = column + len(blocks.codes)
+        segments.append((number, panel, column, end_column, offset, packed.shape[1]))
+        records.append(packed.reshape(-1))
+        panel, column, offset = panel + len(packed), end_column, offset + packed.size
+    if len({KINDS[segment[_KIND]].block for segment in segments}) > 1:
+        raise ValueError("there is no product of rows with blocks of different width")
+    return PackedBlocks(np.concatenate(records) if len(records) > 1 else records[0], np.array(segments, np.int64))
 
 
-def _find_kind(blocks: Blocks) -> int:
-    for number, kind in enumerate(KINDS):
-        fits = not kind.is_symmetric or np.array_equal(blocks.minima, -kind.middle * blocks.scales)
-        if (kind.bits, kind.block_size) == (blocks.bits, blocks.block_size) and fits:
-            return number
-    raise ValueError(f"there is no product with blocks of {blocks.block_size} columns, {blocks.bits} bits and such minima")
-
-
-def _pad_rows(x: NDArray[Any], panels: int) -> NDArray[Any]:
-    missing = panels * PANEL - len(x)
-    return np.pad(x, ((0, missing), (0, 0))) if missing else x
-
-
-def block_matmul(x: torch.Tensor, packed: PackedBlocks, out_features: int) -> torch.Tensor:
+def block_matmul(x: torch.Tensor, packed: PackedBlocks) -> torch.Tensor:
     """x [rows, in_features] float32 times `pack_blocks`'s weights: [rows, out_features] float32.
 
     x may have fewer columns than the blocks, whose last is then padded with zeros. NaN or infinity in a row makes the row's whole
     product NaN.
     """
-    rows, in_features, kind = np.ascontiguousarray(x.numpy()), packed.in_features, packed.kind
+    rows, in_features = np.ascontiguousarray(x.numpy()), packed.in_features
     if rows.shape[1] < in_features:
         rows = np.pad(rows, ((0, 0), (0, in_features - rows.shape[1])))
-    out = np.empty((len(rows), out_features), np.float32)
+    out = np.empty((len(rows), packed.out_features), np.float32)
     if len(rows):
-        codes, sums = quantize_rows(rows, kind)
-        for_ranges(lambda begin, end: multiply(out, codes, sums, packed.codes, packed.scales, kind, begin, end), len(packed.codes))
+        words = quantize_rows(rows, packed.segments)
+        for_ranges(
+            lambda begin, end: multiply(out, words, packed.records, packed.segments, begin, end), count_panels(packed.segments)
+        )
     return torch.from_numpy(out)
 
 
 def block_rows(packed: PackedBlocks, indices: torch.Tensor) -> torch.Tensor:
     """Rows `indices` [n] int64 of the weight that was packed, as float32 [n, in_features]."""
     out = np.empty((len(indices), packed.in_features), np.float32)
-    _take_rows(out, packed.codes, packed.scales, indices.numpy(), packed.kind)
+    _take_rows(out, packed.records, packed.segments, indices.numpy())
     return torch.from_numpy(out)
 
 
 @intrinsic
-def _tile(typing_context, kind, rows, out, place, stride, x, sums, row, codes, scales, panel, num_blocks, ahead, lines):
-    """A panel's product of the `rows` rows that begin at `row`, which `quantize_rows` packed, goes to out[place + r * stride + c].
-    `out`, `x`, `sums` are flat; `kind` is that of one of KINDS. While block b goes by, `lines` cache lines of `codes` from
-    ahead + b * lines on are asked for."""
+def _tile(typing_context, kind, rows, out, place, stride, x, first_word, records, offset, num_records, ahead, step, lines):
+    """A panel's product of `rows` rows, whose words begin at x[first_word], goes to out[place + r * stride + c].
+
+    `out`, `x`, `records` are flat; the panel's `num_records` records of kind KINDS[kind] begin at records[offset]. While block b of
+    the panel goes by, `lines` cache lines are asked for from records[ahead + b * step] on.
+    """
 
     def generate(context, builder, signature, arguments):
-        out_data, x_data, sum_data, code_data, scale_data = pointers(context, builder, signature, arguments, (2, 5, 6, 8, 9))
-        number, num_rows, start, stride_value, first = integers(context, builder, signature, arguments, (0, 1, 3, 4, 7))
-        panel_index, count, next_line, num_lines = integers(context, builder, signature, arguments, (10, 11, 12, 13))
-        stored = signature.args[9].dtype
+        out_data, x_data, record_data = pointers(context, builder, signature, arguments, (2, 5, 7))
+        number, num_rows, start, stride_value, x_start = integers(context, builder, signature, arguments, (0, 1, 3, 4, 6))
+        first_byte, count, first_ahead, step_ahead, num_lines = integers(context, builder, signature, arguments, (8, 9, 10, 11, 12))
+        tile = at(builder, x_data, x_start)
+        panel = at(builder, record_data, first_byte)
+        far = at(builder, record_data, first_ahead)
+
+        def emit_block(kind, height, totals, record, factors, index, block):
+            """`index`: of the block in its panel, `block`: in its record, both int64."""
+            words = at(builder, tile, builder.mul(index, int64((kind.groups + BESIDE) * height)))
+            beside = at(builder, words, kind.groups * height)
+            with cgutils.for_range(builder, num_lines) as loop:
+                line = builder.add(builder.mul(index, step_ahead), builder.mul(loop.index, int64(LINE)))
+                prefetch(builder, at(builder, far, line))
+
+            def word(r, which):
+                return at(builder, beside, which * height + r)
+
+            def number_of(r, which):
+                return splat(builder, builder.load(builder.bitcast(word(r, which), FLOAT.as_pointer())), _FLOATS)
+
+            products = [[ir.Constant(WORDS, None)] * height for _ in range(kind.parts)]
+            if kind.is_symmetric:
+                shift = ir.Constant(WORDS, [kind.middle_shift] * LANES)
+                sums = (_TOTAL,) if kind.parts == 1 else (_FIRST, _SECOND)
+                products = [
+                    [builder.shl(splat(builder, load_as(builder, word(r, each), INT32, 4), WORDS), shift) for r in range(height)]
+                    for each in sums
+                ]
+            codes = at(builder, record, builder.mul(block, int64(kind.code_bytes)))
+            for group, columns in kind.load_codes(builder, codes):
+                some = products[group * kind.parts // kind.groups]
+                for r in range(height):
+                    signed = splat(builder, load_as(builder, at(builder, words, group * height + r), INT32, 4), WORDS)
+                    some[r] = dot_bytes(builder, some[r], columns, signed, kind.bits)
+            for part in range(kind.parts):
+                place = builder.mul(builder.add(builder.mul(block, int64(kind.parts)), int64(part)), int64(kind.number_bytes))
+                scales = at(builder, record, builder.add(place, int64(kind.blocks * kind.code_bytes)))
+                scale = kind.load_numbers(builder, scales, factors and factors[0])
+                minimum = None
+                if not kind.is_symmetric:
+                    minima = at(builder, record, builder.add(place, int64(kind.minima_offset)))
+                    minimum = kind.load_numbers(builder, minima, factors and factors[1])
+                for r in range(height):
+                    total = builder.load(totals[r])
+                    if minimum is not None:
+                        total = multiply_add(builder, minimum, number_of(r, _SUM), total)
+                    exact = builder.sitofp(products[part][r], _FLOATS)
+                    scaled = builder.fmul(scale, number_of(r, _SCALE))
+                    builder.store(multiply_add(builder, exact, scaled, total), totals[r])
 
         def emit(kind, height):
             totals = [cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, None)) for _ in range(height)]
-            x_tile = at(builder, x_data, builder.mul(builder.mul(first, count), int64(kind.groups)))
-            sum_tile = at(builder, sum_data, builder.mul(builder.mul(first, count), int64(2)))
-            before_panel = builder.mul(panel_index, count)
             with cgutils.for_range(builder, count) as loop:
-                block = builder.add(before_panel, loop.index)
-                block_codes = at(builder, code_data, builder.mul(block, int64(kind.num_bytes)))
-                block_scales = at(builder, scale_data, builder.mul(block, int64(kind.parts * PANEL)))
-                block_x = at(builder, x_tile, builder.mul(loop.index, int64(kind.groups * height)))
-                scale_of = at(builder, sum_tile, builder.mul(loop.index, int64(2 * height)))
-                sum_of = at(builder, scale_of, height)
-                first_line = builder.add(next_line, builder.mul(loop.index, num_lines))
-                with cgutils.for_range(builder, num_lines) as ahead_loop:
-                    line = builder.mul(builder.add(first_line, ahead_loop.index), int64(LINE))
-                    prefetch(builder, at(builder, code_data, line))
-                products = [ir.Constant(WORDS, None)] * height
-                if kind.is_symmetric:
-                    products = [splat(builder, load_as(builder, at(builder, sum_of, r), INT32, 4), WORDS) for r in range(height)]
-                for group, columns in kind.load(builder, block_codes):
-                    for r in range(height):
-                        signed = splat(builder, load_as(builder, at(builder, block_x, group * height + r), INT32, 4), WORDS)
-                        products[r] = dot_bytes(builder, products[r], columns, signed, kind.bits)
-                scale, *minimum = (
-                    load_wide(builder, block_scales, int64(part * PANEL), LANES, stored) for part in range(kind.parts)
-                )
-                for r in range(height):
-                    x_scale = splat(builder, builder.load(at(builder, scale_of, r)), _FLOATS)
-                    total = builder.load(totals[r])
-                    for each in minimum:
-                        total = multiply_add(builder, each, splat(builder, builder.load(at(builder, sum_of, r)), _FLOATS), total)
-                    exact = builder.sitofp(products[r], _FLOATS)
-                    builder.store(multiply_add(builder, exact, builder.fmul(scale, x_scale), total), totals[r])
+                record = at(builder, panel, builder.mul(loop.index, int64(kind.record_bytes)))
+                if not kind.span:
+                    emit_block(kind, height, totals, record, None, loop.index, int64(0))
+                else:
+                    places = range(kind.factors_offset, kind.record_bytes, 2 * LANES)
+                    factors = [load_halves(builder, at(builder, record, place)) for place in places]
+                    first = builder.mul(loop.index, int64(kind.blocks))
+                    with cgutils.for_range(builder, int64(kind.blocks)) as inner:
+                        emit_block(kind, height, totals, record, factors, builder.add(first, inner.index), inner.index)
             for r in range(height):
                 store(builder, out_data, builder.add(start, builder.mul(stride_value, int64(r))), builder.load(totals[r]))
 
@@ -223,56 +207,70 @@ def _tile(typing_context, kind, rows, out, place, stride, x, sums, row, codes, s
         switch(builder, number, range(len(KINDS)), emit_kind)
         return context.get_dummy_value()
 
-    return types.none(kind, rows, out, place, stride, x, sums, row, codes, scales, panel, num_blocks, ahead, lines), generate
+    arguments = (kind, rows, out, place, stride, x, first_word, records, offset, num_records, ahead, step, lines)
+    return types.none(*arguments), generate
 
 
 @compiled()
-def multiply(out, x, sums, codes, scales, kind, begin, end):
-    """Panels begin..end-1 of the product; x and sums as `quantize_rows` packs them."""
+def count_panels(segments):
+    last = segments[len(segments) - 1]
+    return last[1] + (last[3] - last[2] + PANEL - 1) // PANEL
+
+
+@compiled()
+def multiply(out, x, records, segments, begin, end):
+    """Panels begin..end-1 of the product; x as `quantize_rows` packs it."""
     rows, columns = out.shape
     flat = out.reshape(-1)
     scratch = np.empty((BLOCK_ROWS, PANEL), np.float32)
     flat_scratch = scratch.reshape(-1)
-    # cache lines of the next panel's codes that each tile asks for in a block; one tile alone leaves that to the processor
-    blocks, block_lines, tiles = codes.shape[1], codes.shape[2] // LINE, (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
-    lines = (block_lines + tiles - 1) // tiles if tiles > 1 else 0
-    panel_lines = blocks * block_lines
-    for panel in range(begin, end):
-        column = panel * PANEL
-        is_whole = column + PANEL <= columns
-        target, stride = (flat, columns) if is_whole else (flat_scratch, PANEL)
-        ahead = min(panel + 1, end - 1) * panel_lines
-        last_line = ahead + panel_lines
-        row = 0
-        while row < rows:
-            count = tile_rows(row, rows, BLOCK_ROWS)
-            place = row * columns + column if is_whole else 0
-            _tile(kind, count, target, place, stride, x, sums, row, codes, scales, panel, blocks, ahead, lines)
-            if not is_whole:
-                copy_tile(out, row, column, scratch, count)
-            row += count
-            ahead = min(ahead + blocks * lines, last_line - blocks * lines)
+    tiles = (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
+    for s in range(len(segments)):
+        kind, first_panel, first_column, end_column = segments[s, 0], segments[s, 1], segments[s, 2], segments[s, 3]
+        offset, num_records = segments[s, 4], segments[s, 5]
+        last_panel = first_panel + (end_column - first_column + PANEL - 1) // PANEL
+        panel_bytes = num_records * _RECORD_BYTES[kind]
+        blocks = num_records * _RECORD_BLOCKS[kind]
+        row_words = blocks * (_X_BLOCKS[kind] // GROUP + BESIDE)
+        # Bytes that a tile asks for while a block goes by: of what comes AHEAD where it is the only tile, else its share of the
+        # next panel, which the last tile leaves in the cache.
+        step = (panel_bytes + tiles * blocks - 1) // (tiles * blocks)
+        lines = (step + LINE - 1) // LINE
+        for panel in range(max(begin, first_panel), min(end, last_panel)):
+            column = first_column + (panel - first_panel) * PANEL
+            is_whole = column + PANEL <= end_column
+            target, stride = (flat, columns) if is_whole else (flat_scratch, PANEL)
+            start = offset + (panel - first_panel) * panel_bytes
+            ahead = start + (AHEAD if tiles == 1 else panel_bytes)
+            row = 0
+            while row < rows:
+                count = tile_rows(row, rows, BLOCK_ROWS)
+                place = row * columns + column if is_whole else 0
+                _tile(kind, count, target, place, stride, x, row * row_words, records, start, num_records, ahead, step, lines)
+                if not is_whole:
+                    copy_tile(out, row, column, end_column, scratch, count)
+                row += count
+                ahead += blocks * step
 
 
 @compiled()
-def quantize_rows(x, kind):
-    """x [rows, columns] rounded to -127..127 by blocks. Returns, tile by tile and flat, words of four codes [blocks, groups, rows]
-    and float32 [blocks, 2, rows]: a block's scale, and the sum of what its codes stand for; where minima are not kept, the bits of
-    an integer instead, at which the sum of a product begins."""
+def quantize_rows(x, segments):
+    """x [rows, columns] rounded to -127..127 by the blocks of `segments`' kinds. Returns words, tile by tile, block by block.
+
+    A block has, of each group of four codes, the tile's rows beside each other, then BESIDE numbers, each of all rows.
+    """
     rows, columns = x.shape
-    block_size, middle = _BLOCK_SIZES[kind], _MIDDLES[kind]
+    block_size = _X_BLOCKS[segments[0, 0]]
     blocks, groups = columns // block_size, block_size // GROUP
-    packed, sums = np.empty(x.size // GROUP, np.int32), np.empty(2 * rows * blocks, np.float32)
-    codes = np.empty(columns, np.int8)
+    packed = np.empty(rows * blocks * (groups + BESIDE), np.int32)
+    codes = np.empty(block_size, np.int8)
     words = codes.view(np.int32)
     row = 0
     while row < rows:
         count = tile_rows(row, rows, BLOCK_ROWS)
-        first_word, first_sum = row * blocks * groups, row * blocks * 2
         for r in range(count):
             for b in range(blocks):
                 block = x[row + r, b * block_size : (b + 1) * block_size]
-                out = codes[b * block_size : (b + 1) * block_size]
                 highest = np.int32(0)
                 for i in range(block_size):  # as integers, magnitudes are ordered like floats, NaN above all
                     highest = max(highest, np.int32(np.float32(block[i]).view(np.int32) & np.int32(0x7FFFFFFF)))
@@ -281,33 +279,88 @@ def quantize_rows(x, kind):
                 inverse = np.float32(127.0) / magnitude if magnitude > np.float32(1e-30) else np.float32(0.0)
                 if highest >= np.int32(0x7F800000):
                     scale, inverse = np.float32(np.nan), np.float32(0.0)
-                total = np.int32(0)
+                first, second = np.int32(0), np.int32(0)
                 for i in range(block_size):
                     code = np.int32(np.rint(block[i] * inverse)) if inverse > np.float32(0.0) else np.int32(0)
-                    out[i] = np.int8(code)
-                    total += code
-                place = first_sum + 2 * b * count + r
-                sums[place] = scale
-                sums[place + count] = np.int32(-middle * total).view(np.float32) if middle else scale * np.float32(total)
-            for g in range(blocks * groups):
-                packed[first_word + g * count + r] = words[g]
+                    codes[i] = np.int8(code)
+                    second += code
+                    if i < block_size // 2:
+                        first += code
+                place = (row * blocks + b * count) * (groups + BESIDE) + r
+                for g in range(groups):
+                    packed[place + g * count] = words[g]
+                place += groups * count
+                packed[place + _SCALE * count] = np.float32(scale).view(np.int32)
+                packed[place + _SUM * count] = np.float32(scale * np.float32(second)).view(np.int32)
+                packed[place + _TOTAL * count] = -second
+                packed[place + _FIRST * count] = -first
+                packed[place + _SECOND * count] = first - second
         row += count
-    return packed, sums
+    return packed
 
 
 @compiled()
-def _take_rows(out, codes, scales, indices, kind):
-    bits, block_size, middle = _BITS[kind], _BLOCK_SIZES[kind], np.float32(_MIDDLES[kind])
-    groups = block_size // GROUP
-    chunks = groups // 2 if bits == 4 else groups
+def _take_rows(out, records, segments, indices):
     for i in range(len(indices)):
-        panel, column = indices[i] // PANEL, indices[i] % PANEL
-        for b in range(codes.shape[1]):
-            scale = widen(scales[panel, b, 0, column])
-            minimum = -middle * scale if middle else widen(scales[panel, b, 1, column])
-            for k in range(block_size):
-                group = k // GROUP
-                code = codes[panel, b, ((group % chunks) * LANES + column) * GROUP + k % GROUP]
-                if bits == 4:
-                    code = (code >> np.uint8(4 * (group // chunks))) & np.uint8(15)
-                out[i, b * block_size + k] = np.float32(code) * scale + minimum
+        s = 0
+        while indices[i] >= segments[s, 3]:
+            s += 1
+        kind, row = segments[s, 0], indices[i] - segments[s, 2]
+        panel_bytes = segments[s, 5] * _RECORD_BYTES[kind]
+        start = segments[s, 4] + row // PANEL * panel_bytes
+        panel = records[start : start + panel_bytes].reshape(segments[s, 5], _RECORD_BYTES[kind])
+        _take_row(out[i], panel, kind, row % PANEL)
+
+
+@compiled()
+def _take_row(out, panel, kind, lane):
+    block_size, num_blocks, size = _X_BLOCKS[kind], _RECORD_BLOCKS[kind], _SIZES[kind]
+    scales_offset, minima_offset, factors_offset = num_blocks * _CODE_BYTES[kind], _MINIMA_OFFSETS[kind], _FACTORS_OFFSETS[kind]
+    middle = np.float32(_MIDDLES[kind])
+    width = block_size * num_blocks
+    for b in range(len(panel)):
+        record = panel[b]
+        factor = minimum_factor = np.float32(1.0)
+        if _SPANS[kind]:
+            factor = _half_at(record, factors_offset + 2 * lane)
+            if not middle:
+                minimum_factor = _half_at(record, factors_offset + 2 * (PANEL + lane))
+        for k in range(width):
+            code = _code_at(record, k // block_size * _CODE_BYTES[kind], _NUM_BITS[kind], block_size // GROUP, k % block_size, lane)
+            number = k // size * PANEL + lane
+            scale = factor * _number_at(record, scales_offset, number, _SPANS[kind] > 0)
+            value = (np.float32(code) - middle) * scale
+            if not middle:
+                value += minimum_factor * _number_at(record, minima_offset, number, _SPANS[kind] > 0)
+            out[b * width + k] = value
+
+
+@compiled()
+def _number_at(record, offset, number, is_whole):
+    if is_whole:
+        return np.float32(np.int8(record[offset + number]))
+    return _half_at(record, offset + 2 * number)
+
+
+@compiled()
+def _half_at(record, place):
+    return widen(np.int16(np.uint16(record[place]) | np.uint16(record[place + 1]) << np.uint16(8)))
+
+
+@compiled()
+def _code_at(record, begin, bits, groups, k, lane):
+    """Code of column `k` of the block whose codes begin at record[begin]."""
+    chunk, group = 4 * LANES, k // GROUP
+    byte = lane * GROUP + k % GROUP  # of a line
+    if bits == 8:
+        return np.int32(record[begin + group * chunk + byte])
+    half = groups // 2
+    low = np.int32(record[begin + group % half * chunk + byte]) >> np.int32(4 * (group // half)) & np.int32(15)
+    begin += half * chunk
+    if bits == 5:
+        high = np.int32(record[begin + group * (chunk // 8) + byte // 8]) >> np.int32(byte % 8) & np.int32(1)
+    elif bits == 6:
+        high = np.int32(record[begin + group // 4 * chunk + byte]) >> np.int32(2 * (group % 4)) & np.int32(3)
+    else:
+        high = np.int32(0)
+    return low | high << np.int32(4)

@@ -108,6 +108,6 @@ def multiply(out, x, weights, begin, end):
             place = row * columns + column if is_whole else 0
             _tile(count, target, place, stride, x, row * steps, weights, panel, steps, ahead, share)
             if not is_whole:
-                copy_tile(out, row, column, scratch, count)
+                copy_tile(out, row, column, columns, scratch, count)
             row += count
             ahead += steps * share

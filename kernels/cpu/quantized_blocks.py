@@ -1,4 +1,4 @@
-"""Matrices of small integers in blocks, each with a scale and a minimum: what GGUF's quantized types have in common."""
+"""Matrices of small integers in blocks, each with a scale and perhaps a minimum: what GGUF's quantized types have in common."""
 
 from __future__ import annotations
 
@@ -12,41 +12,104 @@ INT8_BLOCK = 64  # columns of a weight quantized here that share a scale
 
 
 @dataclass
+class Scales:
+    """A number for each block of a row; where there are factors, times the one of the blocks around it.
+
+    Without factors the numbers are float16. With factors they are whole, -128..127, and the factors are float16.
+    """
+
+    numbers: NDArray[np.float32]  # [rows, blocks of a row]
+    factors: NDArray[np.float32] | None = None  # [rows, factors of a row]
+
+    def values(self) -> NDArray[np.float32]:
+        """[rows, blocks of a row] float32, exactly."""
+        if self.factors is None:
+            return self.numbers
+        return self.numbers * self.factors.repeat(self.numbers.shape[1] // self.factors.shape[1], axis=1)
+
+    def cut(self, begin: int, end: int, total: int) -> Scales:
+        """Those of columns begin..end-1 of `total`, which cut through nothing."""
+        arrays = (self.numbers, self.factors)
+        return Scales(*(x if x is None else x[:, begin * x.shape[1] // total : end * x.shape[1] // total] for x in arrays))
+
+
+@dataclass
 class Blocks:
-    """Row r, column k is codes[r, k] * scales[r, k // block_size] + minima[r, k // block_size]."""
+    """Row r, column k is (codes[r, k] - middle) * scale + minimum, of the block that holds column k."""
 
     codes: NDArray[np.uint8]  # [rows, columns]
-    scales: NDArray[np.float32]  # [rows, columns / block_size]
-    minima: NDArray[np.float32]
-    bits: int  # 4: codes are 0..15; 8: 0..255
+    bits: int  # of a code: 4, 5, 6 or 8
+    scales: Scales
+    minima: Scales | None = None  # None: codes stand for numbers around zero
+
+    @property
+    def middle(self) -> int:
+        """The code that stands for zero where there are no minima."""
+        return 1 << (self.bits - 1) if self.minima is None else 0
 
     @property
     def block_size(self) -> int:
-        return self.codes.shape[1] // self.scales.shape[1]
+        """Columns that share a scale."""
+        return self.codes.shape[1] // self.scales.numbers.shape[1]
+
+    @property
+    def span(self) -> int:
+        """Columns that share a factor of their scales; 0 where scales have none."""
+        return 0 if self.scales.factors is None else self.codes.shape[1] // self.scales.factors.shape[1]
 
     def values(self) -> NDArray[np.float32]:
         """[rows, columns] float32."""
-        size = self.block_size
-        return self.codes * self.scales.repeat(size, axis=1) + self.minima.repeat(size, axis=1)
+        values = (self.codes.astype(np.float32) - np.float32(self.middle)) * self.scales.values().repeat(self.block_size, axis=1)
+        if self.minima is not None:
+            values += self.minima.values().repeat(self.block_size, axis=1)
+        return values
 
     def columns(self, begin: int, end: int) -> Blocks:
-        """Columns begin..end-1. Raises ValueError where that cuts through a block."""
-        size = self.block_size
+        """Columns begin..end-1. Raises ValueError where that cuts through a block, or through blocks that share a factor."""
+        size, total = self.span or self.block_size, self.codes.shape[1]
         if begin % size or end % size:
             raise ValueError(f"columns {begin} to {end} cut through blocks of {size}")
-        some = slice(begin // size, end // size)
-        return Blocks(self.codes[:, begin:end], self.scales[:, some], self.minima[:, some], self.bits)
+        scales, minima = (x if x is None else x.cut(begin, end, total) for x in (self.scales, self.minima))
+        assert scales is not None
+        return Blocks(self.codes[:, begin:end], self.bits, scales, minima)
+
+    @property
+    def layout(self) -> tuple[int, int, int, bool]:
+        """Equal for matrices whose rows may be joined."""
+        return self.bits, self.block_size, self.span, self.minima is None
 
 
-def join_rows(parts: Sequence[Blocks]) -> Blocks:
-    """One matrix of the rows of all, one after the other, in the largest codes and the smallest blocks among them."""
-    size = min(part.block_size for part in parts)
-    return Blocks(
-        np.concatenate([part.codes for part in parts]),
-        np.concatenate([part.scales.repeat(part.block_size // size, axis=1) for part in parts]),
-        np.concatenate([part.minima.repeat(part.block_size // size, axis=1) for part in parts]),
-        max(part.bits for part in parts),
-    )
+def join_rows(parts: Sequence[Blocks]) -> list[Blocks]:
+    """The rows of all, one after the other, as few matrices as their layouts allow."""
+    joined: list[Blocks] = []
+    for part in parts:
+        if joined and joined[-1].layout == part.layout:
+            joined[-1] = _concatenate(joined[-1], part)
+        else:
+            joined.append(part)
+    return joined
+
+
+def _concatenate(first: Blocks, second: Blocks) -> Blocks:
+    def scales(a: Scales | None, b: Scales | None) -> Scales | None:
+        if a is None or b is None:
+            return None
+        factors = None if a.factors is None or b.factors is None else np.concatenate([a.factors, b.factors])
+        return Scales(np.concatenate([a.numbers, b.numbers]), factors)
+
+    both = scales(first.scales, second.scales)
+    assert both is not None
+    return Blocks(np.concatenate([first.codes, second.codes]), first.bits, both, scales(first.minima, second.minima))
+
+
+def zeros_like(blocks: Blocks, num_rows: int) -> Blocks:
+    """`num_rows` rows of zeros of the same layout."""
+
+    def empty(scales: Scales) -> Scales:
+        return Scales(*(x if x is None else np.zeros((num_rows, x.shape[1]), np.float32) for x in (scales.numbers, scales.factors)))
+
+    codes = np.full((num_rows, blocks.codes.shape[1]), blocks.middle, np.uint8)
+    return Blocks(codes, blocks.bits, empty(blocks.scales), None if blocks.minima is None else empty(blocks.minima))
 
 
 def quantize(weight: NDArray[np.float32]) -> Blocks:
@@ -61,4 +124,4 @@ def quantize(weight: NDArray[np.float32]) -> Blocks:
     inverse = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales > 0)
     padded *= inverse[:, :, np.newaxis]
     codes = (np.clip(np.rint(padded, out=padded), -127, 127) + 128).astype(np.uint8)
-    return Blocks(codes.reshape(rows, -1), scales, -128 * scales, bits=8)
+    return Blocks(codes.reshape(rows, -1), 8, Scales(scales))

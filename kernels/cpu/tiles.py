@@ -33,9 +33,9 @@ def tile_rows(row, rows, most):
 
 
 @compiled()
-def copy_tile(out, row, column, tile, rows):
-    """The part of a panel's tile that the matrix has, [rows, panel width] into `out` at (row, column)."""
-    width = min(tile.shape[1], out.shape[1] - column)
+def copy_tile(out, row, column, end_column, tile, rows):
+    """The part of a panel's tile, [rows, panel width], that is before `end_column`, into `out` at (row, column)."""
+    width = min(tile.shape[1], end_column - column)
     for r in range(rows):
         for c in range(width):
             out[row + r, column + c] = tile[r, c]

@@ -27,7 +27,7 @@ def matrices():
         "bfloat16": PackedMatrix.plain(weight.bfloat16()),
         "half": PackedMatrix.half(weight),
         "bfloat": PackedMatrix.bfloat(weight),
-        "blocks": PackedMatrix.blocks(quantize(weight.numpy()), 64),
+        "blocks": PackedMatrix.blocks([quantize(weight.numpy())], 64),
     }
 
 

@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from gpu.models.linear import Numerics, PlainLinear, make_linear
-from gpu.models.shards import fill_up
 from kernels.cpu import pairs
-from kernels.cpu.quantized_blocks import quantize
 
 CPU = torch.device("cpu")
 FLOAT16 = Numerics.choose("float16", "none", CPU)
@@ -141,10 +139,3 @@ def test_rows_of_the_weight_itself(numerics, shape):
     units = linear(torch.eye(shape[1])).T[indices]  # exact in 8 bits
     torch.testing.assert_close(linear.rows(indices), units, atol=1e-6, rtol=1e-5)
     assert linear.rows(indices).is_contiguous()
-
-
-def test_a_padded_shard_of_quantized_blocks():
-    """Rows that fill a rank's part of the vocabulary up stand for zeros."""
-    blocks = fill_up(quantize(torch.randn(10, 64).numpy()), 12)
-    assert blocks.values().shape == (12, 64)
-    assert not blocks.values()[10:].any()
