@@ -46,7 +46,7 @@ from kernels.cpu.tiles import BLOCK_PANEL, BLOCK_ROWS, copy_tile, tile_rows
 PANEL = BLOCK_PANEL
 _FLOATS = ir.VectorType(FLOAT, LANES)
 
-# Beside the codes of a block of a row, `quantize_rows` keeps its scale, what its codes stand for in sum, and three negative integers:
+# Beside the codes of a block of a row, `quantize_rows` keeps its scale, what its codes stand for in sum, and negative integers:
 # the sums of all codes, of the first half and of the second.
 _SCALE, _SUM, _TOTAL, _FIRST, _SECOND = range(5)
 BESIDE = 5
