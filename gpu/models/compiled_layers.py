@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from gpu.models.attention import AttentionMetadata
+from gpu.models.decoder import DecoderLayer
 from gpu.models.kv_cache import KVCache
 from gpu.models.linear import Linear, PackedLinear
 from kernels.cpu.layer import after_attention, before_attention
 from kernels.cpu.step_attention import StepAttention
-
-if TYPE_CHECKING:
-    from gpu.models.decoder import DecoderLayer
 
 
 class CompiledLayers:

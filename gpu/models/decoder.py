@@ -5,17 +5,32 @@ They differ in biases, norms of queries and keys, window and sizes, all of which
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from gpu.errors import CheckpointError
 from gpu.models.attention import AttentionMetadata, PagedAttention
-from gpu.models.compiled_layers import CompiledLayers
 from gpu.models.kv_cache import KVCache
 from gpu.models.layers import RMSNorm
 from gpu.models.rotary import RotaryEmbedding
 from gpu.models.shards import ShardReader
 from kernels.cpu import threads
 from kernels.silu_mul import silu_mul
+
+
+class ComputeLayers(Protocol):
+    """All layers, one after the other; `hidden` becomes the last one's output."""
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        kv: KVCache,
+        step: AttentionMetadata,
+    ) -> None: ...
 
 
 class CausalLM:
@@ -34,7 +49,7 @@ class CausalLM:
             "model.embed_tokens.weight", None if config.tie_word_embeddings else "lm_head.weight"
         )
         self.layers = [DecoderLayer(reader, index) for index in range(config.num_layers)]
-        self.compiled = CompiledLayers(self.layers) if CompiledLayers.fit(self.layers) else None
+        self.compiled: ComputeLayers | None = None  # computes what the layers do, to the same bits
         self.norm = RMSNorm(reader.vector("model.norm.weight"), config.rms_norm_eps)
         self.weight_bytes = reader.num_bytes
 

@@ -13,18 +13,14 @@ import bisect
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from gpu.errors import UnsupportedConfiguration
 from gpu.models.attention import AttentionMetadata
-
-if TYPE_CHECKING:
-    from gpu.models.decoder import CausalLM
-    from gpu.models.kv_cache import KVCache
-    from gpu.runner.input_batch import Step
-    from gpu.runner.runner import ModelRunner
+from gpu.models.decoder import CausalLM
+from gpu.models.kv_cache import KVCache
+from gpu.runner.input_batch import Step
 
 MOST_ROWS = 512  # captured by default: beyond it products, not launches, take the time
 # Attention of few rows has programs for each part of the longest context that block tables can hold, some 2,000 a row where that is
@@ -158,15 +154,3 @@ class CudaGraphs(PaddedDecode):
 
     def run(self, shape: Shape) -> None:
         self.graphs[shape].replay()
-
-
-def make_graphs(runner: ModelRunner) -> CudaGraphs | None:
-    """After `allocate_kv`. None where steps are launched kernel by kernel: on the CPU, by choice, and with several ranks, whose
-    exchanges have not been captured on any machine yet."""
-    config = runner.config
-    if runner.device.type != "cuda" or config.model.enforce_eager or runner.group.size > 1 or not runner.graph_sizes:
-        return None
-    width = runner.batch.block_tables.shape[1]
-    graphs = CudaGraphs(runner.model, runner.kv, runner.graph_sizes, width, runner.numerics.activations, runner.device)
-    graphs.capture()
-    return graphs

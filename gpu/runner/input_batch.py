@@ -12,7 +12,8 @@ import torch
 
 from gpu.models.attention import AttentionMetadata
 from gpu.plan import Int32Array, NewRequest, SchedulerOutput
-from gpu.runner.sampler import SamplingTable
+from gpu.runner.sampling_table import SamplingTable
+from gpu.runner.token_rules import Histories
 
 OVERRUN = 16  # positions beyond max_model_len that a row may touch: steps planned before its end was known
 
@@ -52,6 +53,7 @@ class Batch:
         self.num_tokens = np.zeros(max_num_seqs, np.int32)  # known; 0: the row is free
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_computed = np.zeros(max_num_seqs, np.int32)
+        self.histories = Histories(self.token_ids, self.num_tokens, self.num_prompt_tokens)
         self.sampling = SamplingTable(max_num_seqs, vocab_size)
         self.failed_rows: dict[int, str] = {}  # why; until they are freed, because steps planned before go on computing them
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from gpu.config import WorkerConfig
 from gpu.machine import available_memory, passing_memory
 from gpu.models.attention import AttentionMetadata
+from gpu.models.decoder import CausalLM
+from gpu.models.kv_cache import KVCache
 from gpu.plan import NewRequest, SamplingParams, SchedulerOutput
-
-if TYPE_CHECKING:
-    from gpu.runner.runner import ModelRunner
+from gpu.runner.input_batch import Batch
+from gpu.runner.sampler import Sampler
 
 MOST_CPU_KV_BYTES = 4 << 30
 PROMPT_LEN = 512  # tokens of each prompt in a measured step
@@ -30,11 +33,29 @@ _EVERY_FILTER = SamplingParams(
 )
 
 
+class MakeKV(Protocol):
+    def __call__(self, num_blocks: int, shared: bool = False) -> KVCache: ...
+
+
 class Profiler:
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
-        self.config = runner.config
-        self.device = runner.device
+    def __init__(
+        self,
+        config: WorkerConfig,
+        model: CausalLM,
+        sampler: Sampler,
+        make_kv: MakeKV,
+        make_batch: Callable[[int], Batch],
+        num_ranks: int,
+        device: torch.device,
+    ) -> None:
+        """`make_batch` takes the longest request's tokens."""
+        self.config = config
+        self.device = device
+        self._model = model
+        self._sampler = sampler
+        self._make_kv = make_kv
+        self._make_batch = make_batch
+        self._num_ranks = num_ranks
         self.seconds_per_token = 0.0  # of the prompts in the largest step; on a GPU without the time that they then take
 
     def available_kv_bytes(self) -> int:
@@ -43,7 +64,7 @@ class Profiler:
         if self.device.type == "cpu":
             self._largest_step()  # maps the weights and compiles, which is not what a step needs
             activations = passing_memory(self._largest_step)
-            workers = self.runner.group.size * max(1, self.config.parallel.data_parallel_size)  # which all have steps
+            workers = self._num_ranks * max(1, self.config.parallel.data_parallel_size)  # which all have steps
             share = utilization * (available_memory() - workers * activations)
             return max(0, int(min(share, MOST_CPU_KV_BYTES)) // workers)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -61,18 +82,18 @@ class Profiler:
         hidden = self._prompt_step(budget)
         self.seconds_per_token = (time.perf_counter() - started) / budget
         rows = np.arange(self.config.max_num_seqs, dtype=np.int32)
-        batch = self.runner.make_batch(min(budget, PROMPT_LEN))
+        batch = self._make_batch(min(budget, PROMPT_LEN))
         for row in rows.tolist():
             batch.apply(_new_request_plan(row, _EVERY_FILTER if row else SamplingParams(temperature=0.0)))
-        logits = self.runner.model.logits(hidden[torch.from_numpy(rows % budget)])
-        self.runner.sampler(logits, rows, batch)
+        logits = self._model.logits(hidden[torch.from_numpy(rows % budget)])
+        self._sampler(logits, rows, batch.sampling, batch.histories)
 
     def _prompt_step(self, budget: int) -> torch.Tensor:
         """Hidden states of `budget` tokens, [budget, hidden], in prompts of at most PROMPT_LEN that overwrite each other's KV."""
-        model, block_size = self.runner.model, self.config.cache.block_size
+        model, block_size = self._model, self.config.cache.block_size
         length = min(budget, PROMPT_LEN, model.config.max_position_embeddings)
         num_requests, num_blocks = -(-budget // length), -(-length // block_size)
-        kv = self.runner.make_kv(1 + num_blocks, shared=True)
+        kv = self._make_kv(1 + num_blocks, shared=True)
         model.rotary.ensure(length)
         query_start = np.minimum(np.arange(num_requests + 1, dtype=np.int32) * length, budget)
         positions = np.arange(budget) % length

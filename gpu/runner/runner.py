@@ -17,12 +17,12 @@ from gpu.config import Capacity, WorkerConfig
 from gpu.distributed import TensorParallelGroup
 from gpu.errors import CheckpointError, UnsupportedConfiguration
 from gpu.machine import compute_threads
-from gpu.models import load_model
 from gpu.models.kv_cache import KVCache
 from gpu.models.linear import DTYPES, Numerics
+from gpu.models.load import load_model
 from gpu.plan import Int32Array, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
 from gpu.runner.core_lock import Cores
-from gpu.runner.cuda_graphs import PaddedDecode, capture_sizes, make_graphs
+from gpu.runner.cuda_graphs import CudaGraphs, PaddedDecode, capture_sizes
 from gpu.runner.input_batch import OVERRUN, Batch, Step
 from gpu.runner.profile import Profiler
 from gpu.runner.sampler import Sampler, top_logprobs
@@ -80,7 +80,7 @@ class ModelRunner:
     def capacity(self) -> Capacity:
         """After `load`. Runs the largest step there can be, which also compiles what is compiled at first use."""
         model_config, cache = self.model.config, self.config.cache
-        profiler = Profiler(self)
+        profiler = Profiler(self.config, self.model, self.sampler, self.make_kv, self.make_batch, self.group.size, self.device)
         available = profiler.available_kv_bytes()
         if cache.kv_cache_memory_bytes is not None:
             available = cache.kv_cache_memory_bytes
@@ -105,7 +105,7 @@ class ModelRunner:
         self.kv = self.make_kv(num_blocks)
         self.model.rotary.ensure(max_model_len + OVERRUN)
         self.batch = self.make_batch(max_model_len)
-        self.decode: PaddedDecode | None = make_graphs(self)
+        self.decode: PaddedDecode | None = self._make_graphs()
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -139,7 +139,7 @@ class ModelRunner:
     def _sample(self, step: Step, logits: torch.Tensor, output: ModelRunnerOutput) -> Int32Array:
         """Puts the tokens of rows that did not fail into `output`; returns those of all [num_sampled]."""
         rows, failed = step.sampled_rows, self.batch.failed_rows
-        sampled = self.sampler(logits, rows, self.batch)
+        sampled = self.sampler(logits, rows, self.batch.sampling, self.batch.histories)
         for place, reason in sampled.failed.items():
             failed.setdefault(int(rows[place]), reason)
         kept = ~np.isin(rows, list(failed)) if failed else slice(None)
@@ -174,6 +174,16 @@ class ModelRunner:
             parts.append(top_logprobs(self.model.logits(hidden[some]), targets[some], k))
         ids, values, ranks = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         return ids.reshape(-1), values.reshape(-1), ranks
+
+    def _make_graphs(self) -> CudaGraphs | None:
+        """None where steps are launched kernel by kernel: on the CPU, by choice, and with several ranks, whose exchanges have not
+        been captured on any machine yet."""
+        if self.device.type != "cuda" or self.config.model.enforce_eager or self.group.size > 1 or not self.graph_sizes:
+            return None
+        width = self.batch.block_tables.shape[1]
+        graphs = CudaGraphs(self.model, self.kv, self.graph_sizes, width, self.numerics.activations, self.device)
+        graphs.capture()
+        return graphs
 
     def make_kv(self, num_blocks: int, shared: bool = False) -> KVCache:
         config = self.model.config

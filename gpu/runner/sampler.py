@@ -7,71 +7,21 @@ without, where the row is greedy). A feature that no row of the batch asks for c
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from gpu.plan import Int32Array, SampledLogprobs, SamplingParams
-from gpu.runner.token_rules import TokenRules
+from gpu.plan import Int32Array, SampledLogprobs
+from gpu.runner.sampling_table import SamplingTable
+from gpu.runner.token_rules import Histories
 from kernels.gumbel import gumbel_argmax
 from kernels.logprobs import gather_logprobs
 from kernels.min_p import apply_min_p
 from kernels.penalties import apply_penalties
 from kernels.top_k_top_p import apply_top_k_top_p
 
-if TYPE_CHECKING:
-    from gpu.runner.input_batch import Batch
-
 NO_TOKEN = "the request's sampling parameters leave no token to choose"
 NOT_FINITE = "the model's logits are not finite"
-REPETITION_RANGE = (1e-30, 1e30)  # well inside float32's 1e+-38, so that logits stay finite
-
-
-class SamplingTable:
-    """Sampling parameters by row, as columns."""
-
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.temperature = np.ones(max_num_seqs, np.float32)  # 1 for greedy rows
-        self.greedy = np.ones(max_num_seqs, np.bool_)
-        self.top_p = np.ones(max_num_seqs, np.float32)
-        self.top_k = np.zeros(max_num_seqs, np.int32)
-        self.min_p = np.zeros(max_num_seqs, np.float32)
-        self.presence = np.zeros(max_num_seqs, np.float32)
-        self.frequency = np.zeros(max_num_seqs, np.float32)
-        self.repetition = np.ones(max_num_seqs, np.float32)
-        self.seeds = np.zeros(max_num_seqs, np.int64)
-        self.penalized = np.zeros(max_num_seqs, np.bool_)
-        self.num_logprobs = np.full(max_num_seqs, -1, np.int32)  # -1: none wanted
-        self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int32)
-        self.rules = TokenRules(max_num_seqs, vocab_size)
-
-    def set(self, row: int, sampling: SamplingParams, seed: int) -> str | None:
-        """Fills a row. Returns why it cannot be sampled when its parameters name tokens that the model does not have."""
-        greedy = sampling.greedy
-        self.greedy[row] = greedy
-        self.temperature[row] = 1.0 if greedy else sampling.temperature
-        self.top_p[row] = 1.0 if greedy else sampling.top_p
-        self.top_k[row] = 0 if greedy else max(0, sampling.top_k)
-        self.min_p[row] = 0.0 if greedy else sampling.min_p
-        self.presence[row] = sampling.presence_penalty
-        self.frequency[row] = sampling.frequency_penalty
-        self.repetition[row] = min(max(sampling.repetition_penalty, REPETITION_RANGE[0]), REPETITION_RANGE[1])
-        self.penalized[row] = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0 or sampling.repetition_penalty != 1
-        self.seeds[row] = (seed + 2**63) % 2**64 - 2**63  # modulo 2**64 into int64
-        self.num_logprobs[row] = self._count(sampling.logprobs)
-        self.num_prompt_logprobs[row] = self._count(sampling.prompt_logprobs)
-        self.rules.clear(row)
-        return self.rules.set(row, sampling)
-
-    def clear(self, row: int) -> None:
-        self.rules.clear(row)
-
-    def _count(self, wanted: int | None) -> int:
-        if wanted is None:
-            return -1
-        return self.vocab_size if wanted < 0 else min(wanted, self.vocab_size)
 
 
 @dataclass
@@ -85,20 +35,19 @@ class Sampler:
     def __init__(self, logprobs_mode: str) -> None:
         self.raw_logprobs = logprobs_mode == "raw_logprobs"
 
-    def __call__(self, logits: torch.Tensor, rows: Int32Array, batch: Batch) -> Sampled:
-        """logits [num_rows, vocab] float32, changed in place; logits[i] are for the next token of batch row rows[i]."""
-        table = batch.sampling
+    def __call__(self, logits: torch.Tensor, rows: Int32Array, table: SamplingTable, histories: Histories) -> Sampled:
+        """logits [num_rows, vocab] float32, changed in place; logits[i] are for the next token of row rows[i] of the tables."""
         failed = _fail_not_finite(logits)
         wanting = np.flatnonzero(table.num_logprobs[rows] >= 0)
         logprob_logits = logits[torch.from_numpy(wanting)] if len(wanting) and self.raw_logprobs else None
-        table.rules.apply(logits, rows, batch)
-        _apply_penalties(logits, rows, batch)
+        table.rules.apply(logits, rows, histories)
+        _apply_penalties(logits, rows, table, histories)
         greedy = table.greedy[rows]
         if greedy.all():
             drawn = _argmax(logits)
         else:
             _apply_filters(logits, rows, table)
-            arrays = (greedy, table.seeds[rows], batch.num_tokens[rows].astype(np.int64))
+            arrays = (greedy, table.seeds[rows], histories.num_tokens[rows].astype(np.int64))
             drawn = gumbel_argmax(logits, *(torch.from_numpy(x).to(logits.device) for x in arrays))
         for place in torch.isneginf(logits.gather(1, drawn.unsqueeze(1)))[:, 0].nonzero()[:, 0].tolist():
             failed.setdefault(place, NO_TOKEN)
@@ -134,18 +83,17 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1) if logits.device.type != "cpu" else torch.from_numpy(logits.numpy().argmax(axis=-1))
 
 
-def _apply_penalties(logits: torch.Tensor, rows: Int32Array, batch: Batch) -> None:
-    table = batch.sampling
+def _apply_penalties(logits: torch.Tensor, rows: Int32Array, table: SamplingTable, histories: Histories) -> None:
     places = np.flatnonzero(table.penalized[rows])
     if not len(places):
         return
     penalized = rows[places]
     device = logits.device
-    tokens, index = batch.token_ids, penalized
+    tokens, index = histories.token_ids, penalized
     if device.type != "cpu":
-        tokens = tokens[penalized, : int(batch.num_tokens[penalized].max())]
+        tokens = tokens[penalized, : int(histories.num_tokens[penalized].max())]
         index = np.arange(len(penalized), dtype=np.int32)
-    columns = (batch.num_prompt_tokens, batch.num_tokens, table.presence, table.frequency, table.repetition)
+    columns = (histories.num_prompt_tokens, histories.num_tokens, table.presence, table.frequency, table.repetition)
     arguments = [torch.from_numpy(x).to(device) for x in (tokens, index, *(column[penalized] for column in columns))]
     all_rows = len(places) == len(rows)
     changed = logits if all_rows else logits[torch.from_numpy(places)]

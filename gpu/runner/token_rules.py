@@ -7,7 +7,7 @@ kind in a few array operations, however many rows asked for it; a row that asks 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,13 +15,18 @@ import torch
 from gpu.plan import Int32Array, SamplingParams
 from kernels.logit_bias import add_logit_bias
 
-if TYPE_CHECKING:
-    from gpu.runner.input_batch import Batch
-
 _ALLOWED = np.dtype([("row", np.int64), ("token", np.int64)])
 _BIASED = np.dtype([("row", np.int64), ("token", np.int64), ("bias", np.float32)])
 _ENDS = np.dtype([("row", np.int64), ("token", np.int64), ("min_tokens", np.int64)])
 _BAD_WORDS = np.dtype([("row", np.int64), ("token", np.int64), ("length", np.int64)])  # the last token; how many stand before it
+
+
+class Histories(NamedTuple):
+    """What is known of each row's tokens."""
+
+    token_ids: Int32Array  # [max_num_seqs, longest]
+    num_tokens: Int32Array  # [max_num_seqs], prompt and output
+    num_prompt_tokens: Int32Array  # [max_num_seqs]
 
 
 class TokenRules:
@@ -73,17 +78,17 @@ class TokenRules:
         self._prefixes = prefixes
         self._bad_words = _extend(self._bad_words, ((row, word[-1], len(word) - 1) for word in words))
 
-    def apply(self, logits: torch.Tensor, rows: Int32Array, batch: Batch) -> None:
-        """logits [num_rows, vocab] float32, changed in place; logits[i] are of batch row rows[i]."""
+    def apply(self, logits: torch.Tensor, rows: Int32Array, histories: Histories) -> None:
+        """logits [num_rows, vocab] float32, changed in place; logits[i] are of row rows[i]."""
         if not self._ruled[rows].any():
             return
         place_of = np.full(len(self._ruled), -1)
         place_of[rows] = np.arange(len(rows))
-        num_output = batch.num_tokens - batch.num_prompt_tokens
+        num_output = histories.num_tokens - histories.num_prompt_tokens
         self._keep_allowed(logits, place_of)
         ends = self._ends[num_output[self._ends["row"]] < self._ends["min_tokens"]]
         _ban(logits, place_of, ends)
-        _ban(logits, place_of, self._bad_words[self._would_complete(batch, num_output)])
+        _ban(logits, place_of, self._bad_words[self._would_complete(histories, num_output)])
         biased = _of_step(self._biased, place_of)
         if len(biased):
             add_logit_bias(logits, *_indices(biased, place_of, logits.device), _column(biased["bias"], logits.device))
@@ -96,12 +101,12 @@ class TokenRules:
             logits[_column(np.unique(place_of[allowed["row"]]), logits.device)] = -torch.inf
             logits[places, tokens] = kept
 
-    def _would_complete(self, batch: Batch, num_output: Int32Array) -> np.ndarray:
+    def _would_complete(self, histories: Histories, num_output: Int32Array) -> np.ndarray:
         """[bad words] bool: the row's output ends in all of the word but its last token."""
         rows, lengths = self._bad_words["row"], self._bad_words["length"]
         width = self._prefixes.shape[1]
-        positions = batch.num_tokens[rows, None] - width + np.arange(width)
-        same = batch.token_ids[rows[:, None], np.maximum(positions, 0)] == self._prefixes
+        positions = histories.num_tokens[rows, None] - width + np.arange(width)
+        same = histories.token_ids[rows[:, None], np.maximum(positions, 0)] == self._prefixes
         beyond = np.arange(width) < width - lengths[:, None]
         completes: np.ndarray = (same | beyond).all(axis=1) & (lengths <= num_output[rows])
         return completes

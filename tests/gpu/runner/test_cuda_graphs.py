@@ -11,12 +11,12 @@ from gpu.checkpoint.architecture import ArchitectureConfig
 from gpu.checkpoint.weights import DummyCheckpoint, open_checkpoint
 from gpu.distributed import TensorParallelGroup
 from gpu.errors import UnsupportedConfiguration
-from gpu.models import load_model
 from gpu.models.kv_cache import KVCache
 from gpu.models.linear import Numerics
+from gpu.models.load import load_model
 from gpu.plan import NewRequest, SamplingParams, SchedulerOutput
 from gpu.runner import cuda_graphs
-from gpu.runner.cuda_graphs import CudaGraphs, PaddedDecode, Shape, capture_sizes, make_graphs
+from gpu.runner.cuda_graphs import CudaGraphs, PaddedDecode, Shape, capture_sizes
 from gpu.runner.input_batch import Batch
 from gpu.runner.runner import ModelRunner
 from tests.gpu.engine_stub import Driver, make_config, make_runner
@@ -206,7 +206,7 @@ def test_capture_warms_up_before_it_and_begins_with_the_largest(folder, monkeypa
 
 def test_a_cpu_captures_nothing(folder):
     runner = make_runner(make_config(folder))
-    assert runner.decode is None and make_graphs(runner) is None
+    assert runner.decode is None
 
 
 @pytest.mark.gpu

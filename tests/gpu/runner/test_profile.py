@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -15,10 +15,9 @@ import torch
 
 from gpu import control_group, machine
 from gpu.config import WorkerConfig
-from gpu.distributed import TensorParallelGroup
-from gpu.runner.input_batch import Batch
 from gpu.runner.profile import Profiler
-from gpu.runner.runner import ModelRunner
+from gpu.runner.sampling_table import SamplingTable
+from gpu.runner.token_rules import Histories
 from tests.gpu.engine_stub import make_config, make_runner
 from tests.gpu.tiny_models import save_model
 
@@ -43,11 +42,11 @@ def weights(tmp_path: Path) -> Iterator[mmap.mmap]:
 
 
 class StandIn(Profiler):
-    """Of a runner that has nothing but its largest step."""
+    """Has nothing but its largest step."""
 
     def __init__(self, step: Callable[[], None]) -> None:
-        runner = SimpleNamespace(config=WorkerConfig(), device=torch.device("cpu"), group=TensorParallelGroup())
-        super().__init__(cast(ModelRunner, runner))
+        nothing = cast(Any, None)
+        super().__init__(WorkerConfig(), nothing, nothing, nothing, nothing, 1, torch.device("cpu"))
         self.step = step
 
     def _largest_step(self) -> None:
@@ -116,14 +115,13 @@ def test_a_kernel_that_does_not_tell_the_peak(tmp_path: Path, monkeypatch: pytes
     assert machine.passing_memory(lambda: None) == 300 * 1024
 
 
-def test_the_largest_step_samples_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_step_samples_all_rows(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     runner = make_runner(make_config(tmp_path, max_num_seqs=7, budget=48))
     sampled = []
 
-    def sample(logits: torch.Tensor, rows: np.ndarray, batch: Batch) -> None:
-        sampled.append((len(logits), rows.tolist(), np.count_nonzero(batch.sampling.penalized)))
+    def sample(logits: torch.Tensor, rows: np.ndarray, table: SamplingTable, histories: Histories) -> None:
+        sampled.append((len(logits), rows.tolist(), np.count_nonzero(table.penalized)))
 
-    monkeypatch.setattr(runner, "sampler", sample)
-    Profiler(runner)._largest_step()
+    Profiler(runner.config, runner.model, sample, runner.make_kv, runner.make_batch, 1, runner.device)._largest_step()
     assert sampled == [(7, list(range(7)), 6)]

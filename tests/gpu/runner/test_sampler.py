@@ -31,7 +31,7 @@ def make_batch(*rows, vocab=VOCAB):
 
 def sample(logits, *rows, mode="raw_logprobs"):
     batch = make_batch(*rows, vocab=logits.shape[1])
-    return Sampler(mode)(logits.clone(), np.arange(len(rows), dtype=np.int32), batch)
+    return Sampler(mode)(logits.clone(), np.arange(len(rows), dtype=np.int32), batch.sampling, batch.histories)
 
 
 def random_logits(rows, seed=0, scale=3.0):
@@ -218,7 +218,7 @@ def test_a_row_freed_and_taken_again_forgets_everything():
     batch.apply(SchedulerOutput(1, [0], [request], none, none, none, none, 0))
     logits = torch.zeros(1, VOCAB)
     logits[0, 1] = 1.0
-    sampled = Sampler("raw_logprobs")(logits, np.zeros(1, np.int32), batch)
+    sampled = Sampler("raw_logprobs")(logits, np.zeros(1, np.int32), batch.sampling, batch.histories)
     assert sampled.token_ids.tolist() == [1] and sampled.logprobs == [] and len(batch.sampling.rules) == 0
 
 
@@ -255,8 +255,8 @@ def test_a_step_s_python_does_not_grow_with_its_rows(params):
         rows = [(SamplingParams(seed=row, **params), [5, 6]) for row in range(count)]
         batch, logits = make_batch(*rows), random_logits(count)
         places = np.arange(count, dtype=np.int32)
-        Sampler("raw_logprobs")(logits.clone(), places, batch)  # compiles what it needs
-        return num_calls(lambda: Sampler("raw_logprobs")(logits, places, batch))
+        Sampler("raw_logprobs")(logits.clone(), places, batch.sampling, batch.histories)  # compiles what it needs
+        return num_calls(lambda: Sampler("raw_logprobs")(logits, places, batch.sampling, batch.histories))
 
     assert calls_for(2) == calls_for(40)
 
@@ -314,7 +314,7 @@ def test_rules_of_many_rows_together_are_those_of_each_alone():
         rows[row] = sampling, output
         sampling_rows = generator.permutation(list(rows))[: generator.integers(1, len(rows) + 1)].astype(np.int32)
         logits = random_logits(len(sampling_rows), seed=step)
-        together = Sampler("raw_logprobs")(logits.clone(), sampling_rows, batch)
+        together = Sampler("raw_logprobs")(logits.clone(), sampling_rows, batch.sampling, batch.histories)
         alone = [sample(logits[place : place + 1], rows[row]).token_ids[0] for place, row in enumerate(sampling_rows.tolist())]
         assert together.token_ids.tolist() == alone
     batch.apply(SchedulerOutput(60, list(rows), [], none, none, none, none, 0))

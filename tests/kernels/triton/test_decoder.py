@@ -7,10 +7,10 @@ import torch
 from gpu.checkpoint.architecture import ArchitectureConfig
 from gpu.checkpoint.weights import DummyCheckpoint
 from gpu.distributed import TensorParallelGroup
-from gpu.models import load_model
 from gpu.models.attention import AttentionMetadata
 from gpu.models.kv_cache import KVCache
 from gpu.models.linear import Numerics
+from gpu.models.load import load_model
 from kernels import device as kernel_device
 
 BLOCK = 16

@@ -29,7 +29,7 @@ def sample(logits, output):
         for row, sampling in enumerate(ROWS)
     ]
     batch.apply(SchedulerOutput(0, [], new, none, none, none, none, 0))
-    return Sampler("raw_logprobs")(logits.clone(), np.arange(len(ROWS), dtype=np.int32), batch)
+    return Sampler("raw_logprobs")(logits.clone(), np.arange(len(ROWS), dtype=np.int32), batch.sampling, batch.histories)
 
 
 def test_draws_are_those_of_the_cpu_kernels(device, monkeypatch):
