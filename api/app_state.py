@@ -7,13 +7,17 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from fastapi import Request
 
 from api.errors import REDIS_AWAY, RETRY_AFTER, ServiceUnavailable
 from api.http.auth import EVERYBODY, KeyRing, Principal
 from api.metrics.metrics import Metrics, shared
+from api.model_files import ServedModel
 from api.model_registry import ServedModels
+from api.preparation.readers import HeldBody, Readers
+from api.preparation.rules import RequestRules
 from api.request.limits import RequestLimits
 from api.response.request_metrics import RequestObserver
 from engine.bus.call import BusUnavailable
@@ -22,9 +26,12 @@ from engine.bus.enqueue import AdmissionLimits
 from engine.client.client import AsyncClient
 from engine.config import ApiConfig, RedisConfig
 
+B = TypeVar("B")
+R = TypeVar("R")
 logger = logging.getLogger("headrace.api")
 
 RETRY_SECONDS = 1.0
+MAX_READERS = 2  # processes for large bodies
 SETTLE_SECONDS = 0.5  # that another process's view of this one's metrics may be behind
 
 
@@ -39,7 +46,8 @@ class Service:
         self.metrics.engines = lambda: self._client.engines() if self._client is not None else []
         self.pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="text")
         self.models = ServedModels(config, self.pool)
-        self.request_limits = RequestLimits.of(config)
+        self.readers = Readers(min(MAX_READERS, os.cpu_count() or 1))
+        self.rules = RequestRules(RequestLimits.of(config), config.trust_request_chat_template, self.models.template_defaults)
         self.limits = AdmissionLimits(config.max_num_queued_reqs, config.max_num_queued_tokens)
         self.draining = False
         self.observer = RequestObserver(self.metrics)
@@ -101,6 +109,13 @@ class Service:
         """Redis answered the last time it was asked."""
         return self._client is not None and self._client.directory.redis_up
 
+    async def prepare(self, request: Request, work: Callable[[B, ServedModel, RequestRules], R], body: B, model: ServedModel) -> R:
+        """`work` on a body off the event loop: on a thread, or in the reader process that holds it because it is large."""
+        held: HeldBody | None = getattr(request.state, "held_body", None)
+        if held is not None:
+            return await held.work(work, body, model, self.rules)
+        return await self.models.in_thread(work, body, model, self.rules)
+
     async def drain(self, timeout: float) -> None:
         """Admit nothing more; what runs gets `timeout` seconds, then it is aborted."""
         self.draining = True
@@ -119,6 +134,7 @@ class Service:
         if self._client is not None:
             await self._client.close()
         await self.bus.close()
+        await self.readers.close()
         if self._settling is not None:
             self._settling.cancel()
         self.metrics.settle()

@@ -37,6 +37,10 @@ _FRAME = re.compile(r'File "[^"]*", line \d+(, in [\w.<>]+)?')
 _PATH = re.compile(r"(?<![\w:/.])/(?:[\w.+-]+/)+[\w.+-]+")
 
 
+class ConfigurationError(ValueError):
+    """Settings that must not be started with."""
+
+
 class ApiError(Exception):
     """An answer with an error status. `param` names the offending field, `headers` go into the response."""
 
@@ -48,6 +52,16 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.headers = headers or {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _revive, (type(self), self.message, self.param, self.headers)
+
+
+def _revive(kind: type[ApiError], message: str, param: str | None, headers: dict[str, str]) -> ApiError:
+    """An error that came out of another process."""
+    error = kind.__new__(kind)
+    ApiError.__init__(error, message, param, headers)
+    return error
 
 
 class InvalidRequest(ApiError):

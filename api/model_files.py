@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from api.errors import BadRequest, UnusableModel, sanitize_message
-from api.request.sampling_params import usable_defaults
+from api.request.sampling_params import ModelLimits, usable_defaults
 from api.text.chat_template import ChatTemplate
 from api.text.tokenizer import TextTokenizer
 from engine.protocol import TokenizerBundle
@@ -19,22 +19,48 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """`template_fault` says why there is no template, "" where there is one."""
+    """`template_fault` says why there is no template, "" where there is one. The last three are what all others are made of."""
 
     tokenizer: TextTokenizer
     template: ChatTemplate | None
     template_fault: str
     generation_config: dict[str, Any]
     template_variables: dict[str, Any]
+    content_hash: str
+    bundle: TokenizerBundle
+    template_source: str | None
 
 
-def make_model_files(model: str, bundle: TokenizerBundle, template_source: str | None = None) -> ModelFiles:
+@dataclass(frozen=True)
+class ServedModel:
+    """A model with at least one live engine, as a request sees it."""
+
+    name: str  # as the client, or the engine, calls it
+    canonical_name: str  # as its keys in Redis call it
+    engine: str  # label of metrics: the slot where one engine serves the model, else "all"
+    fingerprint: str  # short
+    limits: ModelLimits
+    files: ModelFiles
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        return self.files.tokenizer
+
+    @property
+    def outline(self) -> tuple[Any, ...]:
+        """All fields but the files."""
+        return self.name, self.canonical_name, self.engine, self.fingerprint, self.limits
+
+
+def make_model_files(model: str, content_hash: str, bundle: TokenizerBundle, template_source: str | None = None) -> ModelFiles:
     """`template_source` stands in for the model's own template. Raises UnusableModel where there is no tokenizer."""
     variables = _template_variables(bundle)
     template, fault = _make_template(template_source or bundle.chat_template, variables)
     if template is None:
         logger.warning("model %s cannot chat: %s", model, fault)
-    return ModelFiles(_make_tokenizer(model, bundle), template, fault, usable_defaults(model, bundle.generation_config), variables)
+    defaults = usable_defaults(model, bundle.generation_config)
+    tokenizer = _make_tokenizer(model, bundle)
+    return ModelFiles(tokenizer, template, fault, defaults, variables, content_hash, bundle, template_source)
 
 
 def _make_tokenizer(model: str, bundle: TokenizerBundle) -> TextTokenizer:

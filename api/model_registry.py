@@ -11,17 +11,14 @@ import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from api.errors import RETRY_AFTER, BadRequest, NotFound, ServiceUnavailable, UnusableModel
-from api.http.auth import ConfigurationError
-from api.model_files import ModelFiles, make_model_files
+from api.errors import RETRY_AFTER, BadRequest, ConfigurationError, NotFound, ServiceUnavailable, UnusableModel
+from api.model_files import ModelFiles, ServedModel, make_model_files
 from api.request.sampling_params import ModelLimits
 from api.text.chat_template import ChatTemplate
-from api.text.tokenizer import TextTokenizer
 from engine.bus.call import BusUnavailable
 from engine.client.client import AsyncClient
 from engine.client.discovery import ModelHandle
@@ -31,27 +28,6 @@ T = TypeVar("T")
 logger = logging.getLogger("headrace.api")
 
 NO_ENGINE = "No engine serves this model now. Try again later."
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    name: str  # as the client, or the engine, calls it
-    handle: ModelHandle
-    limits: ModelLimits
-    files: ModelFiles
-
-    @property
-    def tokenizer(self) -> TextTokenizer:
-        return self.files.tokenizer
-
-    @property
-    def fingerprint(self) -> str:
-        return _short_fingerprint(self.handle.engines[0].fingerprint)
-
-    @property
-    def engine(self) -> str:
-        """Label of metrics: the slot where one engine serves the model; which of several ran a request is not known here."""
-        return self.handle.engines[0].slot if len(self.handle.engines) == 1 else "all"
 
 
 @lru_cache(maxsize=64)
@@ -101,8 +77,15 @@ class ServedModels:
                 raise ServiceUnavailable(NO_ENGINE, headers=RETRY_AFTER)
             aliases = ", ".join(f"`{each}`" for each in sorted(named))
             raise NotFound(f"The model `{name}` does not exist. Valid aliases: {aliases}.", param="model")
-        limits = ModelLimits(handle.max_model_len, handle.vocab_size, handle.max_logprobs)
-        return ServedModel(name, handle, limits, await self._load(client, handle))
+        engines = handle.engines
+        return ServedModel(
+            name,
+            handle.name,
+            engines[0].slot if len(engines) == 1 else "all",  # which of several ran a request is not known here
+            _short_fingerprint(engines[0].fingerprint),
+            ModelLimits(handle.max_model_len, handle.vocab_size, handle.max_logprobs),
+            await self._load(client, handle),
+        )
 
     async def prepare(self, client: AsyncClient) -> None:
         """Make ready what has a live engine, so that its first request does not wait for a tokenizer. Models that cannot be made
@@ -134,7 +117,7 @@ class ServedModels:
             bundle = await client.tokenizer_bundle(handle)
         except LookupError as error:
             raise ServiceUnavailable(str(error), headers=RETRY_AFTER) from error
-        return await self.in_thread(make_model_files, handle.name, bundle, self._template_source)
+        return await self.in_thread(make_model_files, handle.name, handle.tokenizer, bundle, self._template_source)
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)

@@ -22,7 +22,7 @@ from fastapi import FastAPI
 
 from api.app import create_app
 from api.app_state import Service
-from api.http.auth import ConfigurationError
+from api.errors import ConfigurationError
 from api.http.protocol import Connection
 from engine.bus.call import UnfitRedis
 from engine.config import ApiConfig, RedisConfig

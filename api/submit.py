@@ -13,7 +13,8 @@ from api.http.auth import Principal, derive_cache_salt
 from api.http.headers import header
 from api.http.request_ids import INTERNAL_ID_HEADER, REQUEST_ID_HEADER, external_id, internal_id_header, internal_ids
 from api.model_registry import NO_ENGINE
-from api.response.generation import Generation, Task
+from api.preparation.task import Task
+from api.response.generation import Generation
 from engine.bus.enqueue import Refused, RequestFacts
 from engine.client.client import AsyncClient
 from engine.protocol import PROTOCOL_VERSION, EngineCoreRequest, encode_column
@@ -41,7 +42,7 @@ async def submit(request: Request, task: Task, body_id: str | None) -> Generatio
     requests = _engine_requests(request.scope, principal, service.client, task, ids)
     facts = RequestFacts(external, task.endpoint, task.stream, task.model.name)
     try:
-        streams = await service.client.add(task.model.handle.name, requests, facts, service.limits)
+        streams = await service.client.add(task.model.canonical_name, requests, facts, service.limits)
     except Refused as refusal:
         service.metrics.refused(task.model.name, refusal.reason)
         raise _refusal_error(refusal) from refusal

@@ -47,7 +47,8 @@ def check(config: ServeConfig) -> None:
     if not 0 < config.cache.gpu_memory_utilization <= 1:
         raise SettingError(f"--gpu-memory-utilization is a share above 0 and up to 1, not {config.cache.gpu_memory_utilization}")
     if config.api.api_key:
-        from api.http.auth import ConfigurationError, KeyRing
+        from api.errors import ConfigurationError
+        from api.http.auth import KeyRing
 
         try:
             KeyRing(config.api.api_key)

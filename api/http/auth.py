@@ -13,16 +13,12 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.errors import Unauthorized, error_response
+from api.errors import ConfigurationError, Unauthorized, error_response
 from api.http.headers import header
 from engine.config import ApiConfig
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/version", "/ping", "/metrics"})  # probes and scrapers carry no key
 SALT_LEN = 32  # hex digits: 128 bits
-
-
-class ConfigurationError(ValueError):
-    """Settings that must not be started with."""
 
 
 @dataclass(frozen=True)

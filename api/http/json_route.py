@@ -1,7 +1,8 @@
 """A route of FastAPI's whose body is parsed once, from its bytes into its model.
 
 FastAPI's own handler makes Python objects of the body, a model of these, and solves dependencies that no endpoint here has. This
-one is for endpoints that take a `body` and the `request`. FastAPI documents them as it does all routes.
+one is for endpoints that take a `body` and the `request`. FastAPI documents them as it does all routes. Of a large body they get
+its head, while the body waits for them in a reader process (`api.preparation`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from starlette.responses import Response
 
 from api.errors import InvalidRequest, json_response
 from api.http.headers import JSON_TYPE, media_type
+from api.preparation.readers import Readers
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # RFC 8259 allows to ignore it; some stacks send it
+LARGE_BYTES = 64 * 1024  # parsed in 15 ms at the worst; longer bodies are read in another process
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what access logs and metrics show
 
 
@@ -26,21 +29,38 @@ class JsonRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         if self.body_field is None:
             return super().get_route_handler()
-        endpoint = self.endpoint
-        model: TypeAdapter[Any] = TypeAdapter(get_type_hints(endpoint)["body"])
+        schema = get_type_hints(self.endpoint)["body"]
+        adapter: TypeAdapter[Any] = TypeAdapter(schema)
 
         async def handle(request: Request) -> Response:
             _demand_json(request)
             try:
-                body = model.validate_json((await request.body()).removeprefix(BYTE_ORDER_MARK))
+                raw = await _raw_body(request)
             except ClientDisconnect:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
-            except ValidationError as error:
-                raise InvalidRequest.of_body(error) from None
-            answer = await endpoint(body, request)
-            return answer if isinstance(answer, Response) else json_response(answer)
+            if len(raw) <= LARGE_BYTES:
+                try:
+                    body = adapter.validate_json(raw)
+                except ValidationError as error:
+                    raise InvalidRequest.of_body(error) from None
+                return await self._respond(body, request)
+            readers: Readers = request.app.state.service.readers
+            held = await readers.read(schema, raw)
+            del raw  # a stream may go on for long
+            with held:
+                request.state.held_body = held
+                return await self._respond(held.head, request)
 
         return handle
+
+    async def _respond(self, body: Any, request: Request) -> Response:
+        answer = await self.endpoint(body, request)
+        return answer if isinstance(answer, Response) else json_response(answer)
+
+
+async def _raw_body(request: Request) -> bytes:
+    """Not `request.body()`, which would keep it."""
+    return b"".join([piece async for piece in request.stream()]).removeprefix(BYTE_ORDER_MARK)
 
 
 def _demand_json(request: Request) -> None:

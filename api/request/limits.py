@@ -17,6 +17,7 @@ class RequestLimits:
     max_choices: int = 4096
     max_stop_strings: int = 4
     max_bad_words: int = 128
+    max_repeated_entries: int = 2**19  # of lists and maps, which go to the engine once a prompt; no setting
 
     @classmethod
     def of(cls, config: ApiConfig) -> RequestLimits:

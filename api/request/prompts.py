@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,10 +19,20 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 @dataclass(frozen=True)
 class Prompt:
-    """`text` is None for a prompt that came as token ids."""
+    """`text` is None for a prompt that came as token ids, and where nobody will ask for it."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     text: str | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (array("i", self.token_ids).tobytes(), self.text)
+
+
+def _received(column: bytes, text: str | None) -> Prompt:
+    """A prompt out of another process: its ids stay a column, which costs nothing to make."""
+    token_ids = array("i")
+    token_ids.frombytes(column)
+    return Prompt(token_ids, text)
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ def render_chat(request: TemplateFields, template: ChatTemplate, default_kwargs:
 def tokenize_text(
     text: str, tokenizer: TextTokenizer, limits: ModelLimits, add_special_tokens: bool, truncation: Truncation | None = None
 ) -> Prompt:
-    _check_characters(text, tokenizer, limits, truncation)
+    text = _shortened(text, tokenizer, limits, truncation)
     token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return checked(Prompt(token_ids, text), limits, truncation)
 
@@ -59,14 +70,10 @@ def checked(prompt: Prompt, limits: ModelLimits, truncation: Truncation | None =
     token_ids = _truncate(prompt.token_ids, limits, truncation)
     if not token_ids:
         raise BadRequest("The prompt cannot be empty.", param="prompt")
+    if len(token_ids) >= limits.max_model_len:
+        raise _too_long(str(len(token_ids)), limits)
     if (largest := max(token_ids)) >= limits.vocab_size:
         raise BadRequest(f"Token id {largest} is out of vocabulary", param="prompt")
-    if len(token_ids) >= limits.max_model_len:
-        raise BadRequest(
-            f"This model's maximum context length is {limits.max_model_len} tokens. However, your prompt contains "
-            f"{len(token_ids)} input tokens, which leaves no room for output tokens. Please reduce the length of the input prompt.",
-            param="input_tokens",
-        )
     return prompt if token_ids is prompt.token_ids else Prompt(token_ids)
 
 
@@ -95,7 +102,7 @@ def check_truncation(size: int | None, limits: ModelLimits) -> None:
         )
 
 
-def _truncate(token_ids: list[int], limits: ModelLimits, truncation: Truncation | None) -> list[int]:
+def _truncate(token_ids: Sequence[int], limits: ModelLimits, truncation: Truncation | None) -> Sequence[int]:
     if truncation is None or truncation.size is None:
         return token_ids
     size = limits.max_model_len - 1 if truncation.size == -1 else truncation.size
@@ -104,16 +111,29 @@ def _truncate(token_ids: list[int], limits: ModelLimits, truncation: Truncation 
     return token_ids[len(token_ids) - size :] if truncation.side == "left" else token_ids[:size]
 
 
-def _check_characters(text: str, tokenizer: TextTokenizer, limits: ModelLimits, truncation: Truncation | None) -> None:
-    """No tokenizing of what cannot fit, however it is cut into tokens."""
+def _shortened(text: str, tokenizer: TextTokenizer, limits: ModelLimits, truncation: Truncation | None) -> str:
+    """The part of `text` that a truncated prompt can come from. No tokenizing of what cannot fit, however it is cut into tokens."""
     most = limits.max_model_len * tokenizer.max_chars_per_token
-    if len(text) > most and (truncation is None or truncation.size is None):
+    if truncation is not None and truncation.size is not None:
+        return text if len(text) <= most else text[len(text) - most :] if truncation.side == "left" else text[:most]
+    if len(text) > most:
         raise BadRequest(
             f"This model's maximum context length is {limits.max_model_len} tokens. However, your prompt contains "
             f"{len(text)} characters (more than {most} characters, which is the upper bound for "
             f"{limits.max_model_len} input tokens). Please reduce the length of the input prompt.",
             param="input_text",
         )
+    if len(text) > limits.max_model_len and (fewest := tokenizer.fewest_tokens(text)) >= limits.max_model_len:
+        raise _too_long(f"at least {fewest}", limits)
+    return text
+
+
+def _too_long(num_tokens: str, limits: ModelLimits) -> BadRequest:
+    return BadRequest(
+        f"This model's maximum context length is {limits.max_model_len} tokens. However, your prompt contains "
+        f"{num_tokens} input tokens, which leaves no room for output tokens. Please reduce the length of the input prompt.",
+        param="input_tokens",
+    )
 
 
 def _conversation_message(message: ChatMessage, takes_parts: bool) -> Message:

@@ -177,3 +177,17 @@ class ErrorAnswer(BaseModel):
     """Every answer that is an error, and the last event but `[DONE]` of a stream that breaks off."""
 
     error: ErrorDetail
+
+
+HEAD_CHARACTERS = 256  # more than any text among a body's plain values may have
+
+
+def body_head(body: BaseModel) -> BaseModel:
+    """`body` without what may be large: its plain values and stream options. What the prompt is made of is None."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, str):
+            return value[:HEAD_CHARACTERS]
+        return value if isinstance(value, int | float | StreamOptions) else None
+
+    return type(body).model_construct(**{name: kept(value) for name, value in body})

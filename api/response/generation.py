@@ -10,48 +10,16 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
 from api.errors import GenerationError, sanitize_message
-from api.model_registry import ServedModel
-from api.request.prompts import Prompt
+from api.preparation.task import Task
 from api.response.logprobs import PromptLogprobsCollector
 from api.response.output_processor import ChoiceAssembler, ChoiceOutput
 from api.response.usage import Usage
 from engine.client.request_stream import ChoiceDelta, RequestStream, RequestUpdate
-from engine.protocol import FinishedOutput, FinishReason, SamplingParams
-
-
-@dataclass(frozen=True)
-class Task:
-    """What one HTTP request asks of the engine: its prompts, and how output tokens become text."""
-
-    endpoint: str
-    model: ServedModel
-    prompts: list[Prompt]
-    sampling: list[SamplingParams]  # one a prompt: max_tokens depends on what room the prompt leaves
-    stop: list[str] = field(default_factory=list)
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    echo: bool = False  # the prompt is part of the answer's text
-    stream: bool = False
-    priority: int = 0
-    cache_salt: str = ""  # of the body; the engine's is derived from it and the tenant
-
-    @property
-    def n(self) -> int:
-        return self.sampling[0].n
-
-    @property
-    def score_only(self) -> bool:
-        """The prompt's logprobs are wanted, and nothing of what is generated."""
-        return self.sampling[0].max_tokens == 0
-
-    @property
-    def num_choices(self) -> int:
-        return self.n * len(self.prompts)
+from engine.protocol import FinishedOutput, FinishReason
 
 
 class GenerationObserver(Protocol):

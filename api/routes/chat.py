@@ -8,94 +8,30 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.app_state import Service, service_of
-from api.errors import BadRequest
+from api.app_state import service_of
 from api.http.json_route import JsonRoute
-from api.model_registry import ServedModel
-from api.request.prompts import Prompt, Truncation, check_truncation, render_chat, tokenize_text
-from api.request.sampling_params import (
-    OutputBudget,
-    check_budget,
-    check_logprobs,
-    default_max_tokens,
-    make_sampling_params,
-    stop_strings,
-)
+from api.preparation.chat import prepare_chat
 from api.request.schemas import ChatCompletionRequest
-from api.request.validation import check_chat
 from api.response.answer import answer
 from api.response.chunk_format import AnswerFormat, WholeChoice
-from api.response.generation import Generation, Task
+from api.response.generation import Generation
 from api.response.output_processor import ChoiceOutput
 from api.response.sse import encode_json
 from api.submit import admit, answer_headers, submit
-from api.text.chat_template import ChatTemplate
 from engine.config import ApiConfig
 
 router = APIRouter(route_class=JsonRoute)
-ROLE = "assistant"
 
 
 @router.post("/v1/chat/completions", summary="Continue a conversation")
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     service = service_of(request)
     admit(service)
-    check_chat(body, service.request_limits)
     model = await service.models.resolve(service.client, body.model)
-    task = await service.models.in_thread(_make_task, body, model, service)
+    task = await service.prepare(request, prepare_chat, body, model)
     generation = await submit(request, task, body.request_id)
     format = ChatFormat(body, generation, service.config)
     return await answer(request, generation, format, answer_headers(generation), service.config.sse_keep_alive_interval)
-
-
-def template_for(source: str | None, model: ServedModel, service: Service) -> ChatTemplate:
-    """The template to render with: the request's own, where that is trusted, else the model's. Raises BadRequest."""
-    if source is not None:
-        if not service.config.trust_request_chat_template:
-            message = "chat_template is refused: this server was not started with --trust-request-chat-template."
-            raise BadRequest(message, param="chat_template")
-        return ChatTemplate(source, model.files.template_variables)
-    if model.files.template is None:
-        fault = model.files.template_fault
-        message = f"The model `{model.name}` cannot chat: {fault}. Start it with --chat-template, or use /v1/completions."
-        raise BadRequest(message, param="messages")
-    return model.files.template
-
-
-def _make_task(body: ChatCompletionRequest, model: ServedModel, service: Service) -> Task:
-    """Everything that takes time, on a worker thread."""
-    budget = OutputBudget(body.max_tokens)
-    if body.max_completion_tokens is not None:
-        budget = OutputBudget(body.max_completion_tokens, "max_completion_tokens")
-    check_budget(budget, model.limits)
-    check_truncation(body.truncate_prompt_tokens, model.limits)
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    check_logprobs("top_logprobs", logprobs, model.limits)
-    prompt = _make_prompt(body, model, service)
-    config = model.files.generation_config
-    max_tokens = budget.resolve(len(prompt.token_ids), model.limits, default_max_tokens(config))
-    sampling = make_sampling_params(
-        body, model.tokenizer, model.limits, service.request_limits, config, max_tokens, logprobs, body.prompt_logprobs
-    )
-    return Task(
-        endpoint="/v1/chat/completions",
-        model=model,
-        prompts=[prompt],
-        sampling=[sampling],
-        stop=stop_strings(body),
-        include_stop=body.include_stop_str_in_output,
-        skip_special_tokens=body.skip_special_tokens is not False,
-        stream=bool(body.stream),
-        priority=body.priority,
-        cache_salt=body.cache_salt or "",
-    )
-
-
-def _make_prompt(body: ChatCompletionRequest, model: ServedModel, service: Service) -> Prompt:
-    template = template_for(body.chat_template, model, service)
-    text = render_chat(body, template, service.models.template_defaults)
-    truncation = Truncation(body.truncate_prompt_tokens, body.truncation_side or "left")
-    return tokenize_text(text, model.tokenizer, model.limits, body.add_special_tokens, truncation)
 
 
 class ChatFormat(AnswerFormat):
@@ -108,20 +44,18 @@ class ChatFormat(AnswerFormat):
         self._body = body
         self.text_only = not body.logprobs and not body.return_token_ids
         self._num_top = body.top_logprobs or 0
-        self._role = ROLE if body.add_generation_prompt else body.messages[-1].role
-        self._echo = _echoed(body, self._role) if body.echo else ""
 
     def opening(self) -> Iterator[bytes]:
         for index in range(self._task.num_choices):
             more: dict[str, Any] = {}
             if index == 0 and self._body.return_token_ids:
-                more["prompt_token_ids"] = self._task.prompts[0].token_ids
+                more["prompt_token_ids"] = list(self._task.prompts[0].token_ids)
             if index == 0 and self._body.return_prompt_text:
                 more["prompt_text"] = self._task.prompts[0].text
-            yield self._choice(index, {"role": self._role, "content": ""}, **more)
-        if self._echo:
+            yield self._choice(index, {"role": self._task.role, "content": ""}, **more)
+        if self._task.answer_prefix:
             for index in range(self._task.num_choices):
-                yield self._choice(index, {"content": self._echo})
+                yield self._choice(index, {"content": self._task.answer_prefix})
 
     def chunks(self, output: ChoiceOutput) -> Iterable[bytes]:
         """Text and what belongs to it in one chunk, the end in one of its own, which strict clients need."""
@@ -168,7 +102,7 @@ class ChatFormat(AnswerFormat):
             "system_fingerprint": self._fingerprint,
             "usage": self._whole_usage(),
             "prompt_logprobs": prompt_logprobs,
-            "prompt_token_ids": prompt.token_ids if body.return_token_ids else None,
+            "prompt_token_ids": list(prompt.token_ids) if body.return_token_ids else None,
         }
         if body.return_prompt_text:
             answer["prompt_text"] = prompt.text
@@ -177,8 +111,8 @@ class ChatFormat(AnswerFormat):
     def _whole_choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
         assert choice.finish_reason is not None
         message = {
-            "role": self._role,
-            "content": self._echo + choice.text,
+            "role": self._task.role,
+            "content": self._task.answer_prefix + choice.text,
             "refusal": None,
             "annotations": None,
             "audio": None,
@@ -193,9 +127,3 @@ class ChatFormat(AnswerFormat):
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if self._body.return_token_ids else None,
         }
-
-
-def _echoed(body: ChatCompletionRequest, role: str) -> str:
-    """The last message, when it is of the role that answers: what `echo` puts before the answer."""
-    last = body.messages[-1]
-    return last.content if last.role == role and isinstance(last.content, str) else ""

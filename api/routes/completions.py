@@ -6,94 +6,35 @@ from collections.abc import Iterable
 from typing import Any
 
 from fastapi import APIRouter, Request
-from msgspec import structs
 from starlette.responses import Response
 
 from api.app_state import service_of
 from api.http.json_route import JsonRoute
-from api.model_registry import ServedModel
-from api.request.limits import RequestLimits
-from api.request.prompts import Prompt, Truncation, check_truncation, checked, completion_prompts, tokenize_text
-from api.request.sampling_params import (
-    OutputBudget,
-    check_budget,
-    default_max_tokens,
-    make_sampling_params,
-    resolve_seed,
-    stop_strings,
-)
+from api.preparation.completion import is_light, prepare_completion
 from api.request.schemas import CompletionRequest
-from api.request.validation import check_completion
 from api.response.answer import answer
 from api.response.chunk_format import AnswerFormat, WholeChoice
-from api.response.generation import Generation, Task
+from api.response.generation import Generation
 from api.response.output_processor import ChoiceOutput, TokenLogprobs
 from api.response.sse import encode_json
 from api.submit import admit, answer_headers, submit
 from engine.config import ApiConfig
-from engine.protocol import SamplingParams
 
 router = APIRouter(route_class=JsonRoute)
-LIGHT_TOKENS = 1024  # checked in 0.1 ms
 
 
 @router.post("/v1/completions", summary="Continue a text")
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     service = service_of(request)
     admit(service)
-    check_completion(body, service.request_limits)
     model = await service.models.resolve(service.client, body.model)
-    work = body, model, service.request_limits
-    task = _make_task(*work) if _is_light(body) else await service.models.in_thread(_make_task, *work)
+    if is_light(body):
+        task = prepare_completion(body, model, service.rules)
+    else:
+        task = await service.prepare(request, prepare_completion, body, model)
     generation = await submit(request, task, body.request_id)
     format = CompletionFormat(body, generation, service.config)
     return await answer(request, generation, format, answer_headers(generation), service.config.sse_keep_alive_interval)
-
-
-def _is_light(body: CompletionRequest) -> bool:
-    """One short prompt of token ids, and nothing else to tokenize: handing it to a thread would take longer than the work."""
-    prompt = body.prompt
-    return isinstance(prompt, list) and 0 < len(prompt) <= LIGHT_TOKENS and isinstance(prompt[0], int) and not body.bad_words
-
-
-def _make_task(body: CompletionRequest, model: ServedModel, limits: RequestLimits) -> Task:
-    """Everything that takes time, on a worker thread where it does."""
-    scores = bool(body.echo) or body.prompt_logprobs is not None
-    check_budget(OutputBudget(body.max_tokens), model.limits, may_be_zero=scores)
-    check_truncation(body.truncate_prompt_tokens, model.limits)
-    prompts = [_make_prompt(source, body, model) for source in completion_prompts(body.prompt)]
-    return Task(
-        endpoint="/v1/completions",
-        model=model,
-        prompts=prompts,
-        sampling=_sampling(body, model, limits, prompts),
-        stop=stop_strings(body),
-        include_stop=body.include_stop_str_in_output,
-        skip_special_tokens=body.skip_special_tokens is not False,
-        echo=bool(body.echo),
-        stream=bool(body.stream),
-        priority=body.priority,
-        cache_salt=body.cache_salt or "",
-    )
-
-
-def _make_prompt(source: str | list[int], body: CompletionRequest, model: ServedModel) -> Prompt:
-    truncation = Truncation(body.truncate_prompt_tokens, body.truncation_side or "left")
-    if isinstance(source, str):
-        return tokenize_text(source, model.tokenizer, model.limits, body.add_special_tokens, truncation)
-    return checked(Prompt(source), model.limits, truncation)
-
-
-def _sampling(body: CompletionRequest, model: ServedModel, limits: RequestLimits, prompts: list[Prompt]) -> list[SamplingParams]:
-    """Parameters of each prompt. They differ in max_tokens, by the context's room, and in a seed that the client did not give."""
-    config = model.files.generation_config
-    budget = OutputBudget(body.max_tokens)
-    prompt_logprobs = body.prompt_logprobs
-    if prompt_logprobs is None and body.echo:
-        prompt_logprobs = body.logprobs
-    budgets = [budget.resolve(len(prompt.token_ids), model.limits, default_max_tokens(config)) for prompt in prompts]
-    params = make_sampling_params(body, model.tokenizer, model.limits, limits, config, min(budgets), body.logprobs, prompt_logprobs)
-    return [structs.replace(params, max_tokens=max_tokens, seed=resolve_seed(body.seed)) for max_tokens in budgets]
 
 
 class CompletionFormat(AnswerFormat):
@@ -139,7 +80,7 @@ class CompletionFormat(AnswerFormat):
         if body.return_token_ids:
             choice["token_ids"] = output.token_ids
             if first:
-                choice["prompt_token_ids"] = self._task.prompts[prompt].token_ids
+                choice["prompt_token_ids"] = list(self._task.prompts[prompt].token_ids)
         return choice
 
     # Whole
@@ -174,7 +115,7 @@ class CompletionFormat(AnswerFormat):
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if body.return_token_ids else None,
             "prompt_logprobs": self._generation.prompt_logprobs[place].vllm(self._task.model.tokenizer) if wants_prompt else None,
-            "prompt_token_ids": self._task.prompts[place].token_ids if body.return_token_ids else None,
+            "prompt_token_ids": list(self._task.prompts[place].token_ids) if body.return_token_ids else None,
         }
 
     def _prompt_entries(self, prompt: int) -> list[TokenLogprobs]:

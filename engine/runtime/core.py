@@ -83,9 +83,10 @@ class EngineCore:
         reason: FinishReason = FinishReason.ABORT,
         keep: int = -1,
         stop_reason: str | None = None,
-    ) -> list[Request]:
-        """End a request (or one choice) from outside. Returns what ended now; nothing when it is not held."""
-        return self.scheduler.finish(request_id, choice, reason, keep, stop_reason, self.clock())
+        error: str | None = None,
+    ) -> None:
+        """End a request (or one choice) from outside, as far as it lives. It comes in a step's outputs when its blocks are free."""
+        self.scheduler.finish(request_id, choice, reason, keep, stop_reason, error, self.clock())
 
     def step(self) -> StepOutputs | None:
         """Plan and submit the next step, then take in the oldest one that is out. None when there is nothing to do.

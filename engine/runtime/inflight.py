@@ -31,10 +31,22 @@ class HeldRequest:
     prompt_logprobs: list[OutputPromptLogprobs] = field(default_factory=list)
     logprobs: list[list[OutputLogprobs]] = field(init=False)  # by choice, in order of output; empty when not asked for
     open_choices: set[int] = field(init=False)  # whose end was not noted yet
+    promises: list[Abort] = field(default_factory=list)  # to be answered when what they name has ended
 
     def __post_init__(self) -> None:
         self.logprobs = [[] for _ in self.choices]
         self.open_choices = {request.choice for request in self.choices}
+
+    def is_open(self, choice: int) -> bool:
+        """The choice, or any (-1), has not ended."""
+        return choice in self.open_choices if choice >= 0 else bool(self.open_choices)
+
+    def take_due_promises(self) -> list[Abort]:
+        if not self.promises:
+            return []
+        due = [command for command in self.promises if not self.is_open(command.choice)]
+        self.promises = [command for command in self.promises if self.is_open(command.choice)]
+        return due
 
     def finished_output(self, request: Request) -> FinishedOutput:
         return FinishedOutput(

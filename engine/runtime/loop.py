@@ -39,8 +39,6 @@ class EngineLoop:
         self.inbox: queue.SimpleQueue[Arrival | ControlCommand | None] = queue.SimpleQueue()
         self._clients = clients
         self._client_index: dict[str, int] = {}
-        self._deferred: set[tuple[str, int]] = set()  # ended, but a step that is out may still write their blocks
-        self._promised: list[tuple[str, ControlReply]] = []  # answers that wait for them
         self._stopping = False
         self._deadline = math.inf  # monotonic
         self._failure: BaseException | None = None
@@ -116,26 +114,26 @@ class EngineLoop:
         if self.held.get(source.request_id) is not None:  # a take sent twice may give its entries twice: they are one request
             logger.warning("request %s is held already", source.request_id)
             return
-        held, early = self._hold(arrival)
+        held = HeldRequest(source, arrival.choices)
+        early = self.held.add(held)
+        client = self._index_of(source.client)
+        try:
+            for request in held.choices:
+                request.client = client
+                self.core.add_request(request)
+        except Exception as error:
+            logger.exception("request %s cannot be admitted", source.request_id)
+            self._end(held, f"The engine cannot admit the request: {type(error).__name__}: {error}", events)
         if early is not None:
-            self._close_unrun(held, early.reason, None, events)
-            return
-        for request in held.choices:
-            self.core.add_request(request)
+            self._abort(early, events)
 
-    def _hold(self, arrival: Arrival) -> tuple[HeldRequest, Abort | None]:
-        """The request, held from now on, and the abort that came before it."""
-        client = self._index_of(arrival.source.client)
-        for request in arrival.choices:
-            request.client = client
-        held = HeldRequest(arrival.source, arrival.choices)
-        return held, self.held.add(held)
-
-    def _close_unrun(self, held: HeldRequest, reason: FinishReason, error: str | None, events: StepEvents) -> None:
-        now = self.core.clock()
+    def _end(self, held: HeldRequest, error: str, events: StepEvents) -> None:
+        """End a request whose choices may or may not have reached the core."""
+        self.core.finish(held.source.request_id, reason=FinishReason.ERROR, error=error)
         for request in held.choices:
-            request.end(reason, -1, None, error, now)
-            self._close(request, events)
+            if request.finish_reason is None:
+                request.end(FinishReason.ERROR, -1, None, error, self.core.clock())
+                self._close(request, events)
 
     def _obey(self, command: ControlCommand, events: StepEvents) -> None:
         """What a command asks for, whatever it is, is never the engine's end."""
@@ -154,16 +152,19 @@ class EngineLoop:
 
     def _abort(self, command: Abort, events: StepEvents) -> None:
         held = self.held.get(command.request_id)
-        num_tokens = 0
         if held is None:
             self.held.remember_abort(command)
         else:
-            for request in self.core.finish(command.request_id, command.choice, command.reason, command.keep, command.stop_reason):
-                self._close_when_free(request, events)
-            num_tokens = self._num_output_tokens(held)
+            self.core.finish(command.request_id, command.choice, command.reason, command.keep, command.stop_reason)
+        if held is not None and held.is_open(command.choice):
+            held.promises.append(command)  # kept when the blocks are free
+        else:
+            self._confirm(command, held, events)
+
+    def _confirm(self, command: Abort, held: HeldRequest | None, events: StepEvents) -> None:
         if command.reply_to:
-            reply = (command.reply_to, ControlReply(command.token, num_tokens=num_tokens))
-            (self._promised if self._deferred else events.replies).append(reply)
+            num_tokens = 0 if held is None else self._num_output_tokens(held)
+            events.replies.append((command.reply_to, ControlReply(command.token, num_tokens=num_tokens)))
 
     def _replay(self, command: Replay, events: StepEvents) -> None:
         held = self.held.get(command.request_id)
@@ -177,7 +178,7 @@ class EngineLoop:
         message.offsets = encode_column(np.arange(command.offset, command.offset + len(tokens)))
         message.token_ids = encode_column(tokens)
         message.prompt_logprobs = list(held.prompt_logprobs) if command.choice == 0 else []
-        if request.finish_reason is not None:  # this choice has ended, its siblings run
+        if not held.is_open(command.choice):  # its siblings run
             message.finished.append(held.finished_output(request))
         events.replays.append((command.client, message))
 
@@ -201,49 +202,32 @@ class EngineLoop:
         events.started = [self.held.of(request) for request in outputs.started if request.choice == 0]
         for request in outputs.finished:
             self._close(request, events)
-        self._release(outputs.released, events)
         if events:
             self.publisher.put(events)
 
-    def _close_when_free(self, request: Request, events: StepEvents) -> None:
-        """Nobody is told of an end before its blocks are free: a step that is out may write them until it returns."""
-        if request.row >= 0:
-            self._deferred.add(request.key)
-        else:
-            self._close(request, events)
-
-    def _release(self, released: list[Request], events: StepEvents) -> None:
-        for request in released:
-            if request.key in self._deferred:
-                self._deferred.remove(request.key)
-                self._close(request, events)
-        if not self._deferred:
-            events.replies += self._promised
-            self._promised = []
-
     def _close(self, request: Request, events: StepEvents) -> None:
+        """The end of a choice, which holds nothing any more, and what was promised for then."""
         held = self.held.of(request)
         events.ended_choices.append((held, request))
         if self.held.close_choice(request) is not None:
             events.ended.append(held)
             self.intake.ring()  # there is room again
+        for command in held.take_due_promises():
+            self._confirm(command, held, events)
 
     def _end_all(self, why: str) -> None:
         """The one terminal output of everything taken and not ended, then the last flush."""
         self.intake.stop()
         self.intake.join(timeout=2.0)
         events = StepEvents()
-        for held in self.held.all():
-            for request in self.core.finish(held.source.request_id, reason=FinishReason.ERROR):
-                request.error = why
-        for held in self.held.all():
-            for request in held.choices:
-                if request.choice in held.open_choices:
-                    self._close(request, events)
-        events.replies += self._promised
         while not self.inbox.empty():
             if isinstance(item := self.inbox.get(), Arrival):
-                self._close_unrun(self._hold(item)[0], FinishReason.ERROR, why, events)
+                self._admit(item, events)
+        for held in self.held.all():
+            self._end(held, why, events)
+            for request in held.choices:
+                if held.is_open(request.choice):  # no step will return to free its blocks
+                    self._close(request, events)
         if events:
             self.publisher.put(events)
         self.publisher.close(timeout=2.0)

@@ -8,6 +8,7 @@ first, then waiting ones, under one token budget. Plain synchronous code without
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +17,10 @@ from engine.config import SchedulerConfig
 from engine.protocol import EngineStats, FinishReason
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request, RequestStatus
-from engine.scheduling.request_columns import Counts, Rows
+from engine.scheduling.request_columns import Counts, Rows, RowTable
+from engine.scheduling.request_queue import WaitingQueue
 from engine.scheduling.request_table import LiveRequests
+from engine.scheduling.stats import SchedulerStatistics
 from engine.scheduling.step_builder import PlannedStep, StepDraft
 from engine.scheduling.step_outputs import StepOutputs, trim_prompt_logprobs
 from engine.scheduling.stop_check import stop_after
@@ -63,10 +66,10 @@ class Scheduler:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching)
-        self.live = LiveRequests(config.scheduling_policy, config.max_num_seqs, max_model_len, self.kv)
-        self.rows = self.live.rows
-        self.waiting = self.live.waiting
-        self.statistics = self.live.statistics
+        self.rows = RowTable(config.max_num_seqs, block_size)
+        self.waiting = WaitingQueue(config.scheduling_policy)
+        self.live = LiveRequests(config.scheduling_policy, max_model_len, self.rows, self.waiting, self.kv)
+        self.statistics = SchedulerStatistics()
         self.blocked: BlockedAdmission | None = None
         self._short_of_blocks = False  # the last plan left somebody waiting for blocks; read by another thread
         self._watermark_blocks = int(config.watermark * self.kv.pool.num_usable)
@@ -81,7 +84,7 @@ class Scheduler:
         self.live.add(request)
         if request.num_tokens >= self.max_model_len:
             error = f"prompt of {request.num_tokens} tokens leaves no room for output in a context of {self.max_model_len}"
-            self.live.end_unasked(request, FinishReason.ERROR, request.times.received, error=error)
+            self.live.end(request, FinishReason.ERROR, request.times.received, error=error)
 
     def finish(
         self,
@@ -90,17 +93,13 @@ class Scheduler:
         reason: FinishReason,
         keep: int = -1,
         stop_reason: int | str | None = None,
+        error: str | None = None,
         now: float = 0.0,
-    ) -> list[Request]:
-        """End a choice, or all (-1), in whatever state; returns those that were live. Later output of them is dropped.
-
-        Their blocks are free already, save where a step that is out may write them: those requests come back in `released` of
-        the outputs of the step that frees them. `keep` >= 0 cuts the output to that many tokens.
-        """
-        found = self.live.find(request_id, choice)
-        for request in found:
-            self.live.end(request, reason, now, keep, stop_reason)
-        return found
+    ) -> None:
+        """End a choice, or all (-1), in whatever state, as far as they live. Later output of them is dropped. `keep` >= 0 cuts the
+        output to that many tokens. As all ends do, these come in the outputs of the step that frees their blocks."""
+        for request in self.live.find(request_id, choice):
+            self.live.end(request, reason, now, keep, stop_reason, error)
 
     # ------------------------------------------------------------------ plan a step
 
@@ -132,14 +131,14 @@ class Scheduler:
             table.num_tokens[sampling_rows] += 1
             table.last_step[rows] = draft.step
             self._steps_out.append(PlannedStep(draft.step, rows, num_tokens, sampling_rows))
-            freed_rows, self.live.freed_rows = self.live.freed_rows, freed_rows
+            freed_rows = self.live.take_freed_rows()
         self.statistics.step_planned(total)
         return draft.plan(rows, num_tokens, total, freed_rows)
 
     def _chunk_cap(self) -> int:
         """Most tokens of one request in a step: a long prompt that is alone may have the whole budget."""
         threshold = self.config.long_prefill_token_threshold
-        return threshold if 0 < threshold and len(self.live.requests) > 1 else self.max_num_batched_tokens
+        return threshold if 0 < threshold and len(self.live) > 1 else self.max_num_batched_tokens
 
     def _schedule_running(self, draft: StepDraft) -> tuple[Rows, Counts]:
         table = self.rows
@@ -206,11 +205,11 @@ class Scheduler:
                     break
                 elif num_kept == 1:
                     error = self._exhausted(len(table.request(row).block_ids) + missing)
-                    self.live.end_unasked(table.request(row), FinishReason.ERROR, draft.now, error=error)
+                    self.live.end(table.request(row), FinishReason.ERROR, draft.now, error=error)
                     num_kept = 0
                 else:
                     num_kept -= 1
-                    self.live.preempt(table.request(int(rows[num_kept])))
+                    self._preempt(table.request(int(rows[num_kept])))
                     draft.num_preempted += 1
         return num_kept
 
@@ -218,8 +217,12 @@ class Scheduler:
         """A step that is out will free what a row lacks, so that preempting (or ending) anybody would be rash. A row that is alone
         waits for anything that may still come, its own last token included."""
         if alone:
-            return bool(self.live.deferred) or self.live.is_out(row)
-        return bool(self.live.deferred) and num_blocks <= self.kv.pool.num_free + self.live.num_deferred_blocks()
+            return self.live.any_deferred or self.live.is_out(row)
+        return self.live.any_deferred and num_blocks <= self.kv.pool.num_free + self.live.num_deferred_blocks()
+
+    def _preempt(self, request: Request) -> None:
+        self.statistics.counters.preemptions += 1
+        self.live.preempt(request)
 
     def _exhausted(self, num_blocks: int) -> str:
         return (
@@ -242,7 +245,7 @@ class Scheduler:
         pool = self.kv.pool
         longest = self.kv.num_blocks_for(request.num_tokens)
         if longest > pool.num_usable:
-            self.live.end_unasked(request, FinishReason.ERROR, draft.now, error=self._exhausted(longest))
+            self.live.end(request, FinishReason.ERROR, draft.now, error=self._exhausted(longest))
             return True
         hit = self.kv.find_hit(request)
         num_computed = len(hit.block_ids) * self.block_size
@@ -255,10 +258,20 @@ class Scheduler:
                 self.blocked = BlockedAdmission(request, num_tokens, num_blocks, num_blocks - available)
                 return False
             num_tokens, num_blocks = available * self.block_size, available
-        self.live.start(hit, num_blocks, draft.now)
+        if request.status is RequestStatus.WAITING:
+            self._note_first_admission(request, num_computed, draft.now)
+        self.live.start(hit, num_blocks)
         self._announce(request, num_computed, num_tokens, draft.step)
         draft.admit(request, num_computed, num_tokens)
         return True
+
+    def _note_first_admission(self, request: Request, num_cached: int, now: float) -> None:
+        """What the prefix cache gives counts here only, so that a preempted request does not look like cached traffic."""
+        request.times.scheduled = now
+        request.num_cached_tokens = num_cached
+        if self.kv.reads_cache(request):
+            self.statistics.counters.prefix_cache_queries += request.num_tokens
+            self.statistics.counters.prefix_cache_hits += num_cached
 
     # ------------------------------------------------------------------ take a step's outputs in
 
@@ -270,11 +283,12 @@ class Scheduler:
             if not self._steps_out or output is None or self._steps_out[0].step != plan.step or output.step != plan.step:
                 raise RuntimeError(f"step {plan.step} is not the one whose output is due")
             planned = self._steps_out.popleft()
-            self.live.returned_step = planned.step
             self._take_in(planned, output, outputs, now)
             self.kv.step_returned(planned.step)
-            outputs.released = self.live.release_deferred()
-        outputs.finished, self.live.ended_unasked = self.live.ended_unasked, []
+            self.live.step_returned(planned.step)
+        outputs.finished = self.live.take_ended()
+        for request in outputs.finished:
+            self.statistics.finished(request)
         return outputs
 
     def _take_in(self, planned: PlannedStep, output: ModelRunnerOutput, outputs: StepOutputs, now: float) -> None:
@@ -305,7 +319,7 @@ class Scheduler:
             rows = rows[~np.isin(rows, list(output.failed_rows))]
         if not np.array_equal(rows, output.rows):
             raise RuntimeError(f"step {planned.step} sampled rows {output.rows.tolist()}, planned were {rows.tolist()}")
-        if self.live.deferred or output.failed_rows:
+        if self.live.any_deferred or output.failed_rows:
             live = ~self.rows.closed[rows]
             rows, token_ids = rows[live], token_ids[live]
         return rows, token_ids
@@ -322,13 +336,15 @@ class Scheduler:
             request = table.request(row)
             self.kv.distrust(request)
             if not request.status.finished:
-                self.live.end_unasked(request, FinishReason.ERROR, now, error=error)
+                self.live.end(request, FinishReason.ERROR, now, error=error)
         suspects = [request for request in table.requests if request is not None and request.row not in failed_rows]
         while sharers := [request for request in suspects if not spoiled.isdisjoint(request.block_ids)]:
             suspects = [request for request in suspects if request not in sharers]
             for sharer in sharers:
                 spoiled.update(table.unwritten_blocks(sharer.row))
-                self.live.restart(sharer)
+                self.live.drop_output(sharer)
+                if sharer.status is RequestStatus.RUNNING:  # else only what it writes is left to be kept from others
+                    self._preempt(sharer)
 
     def _publish(self, rows: Rows) -> None:
         """Store the tokens and publish the blocks of rows that completed a block."""
@@ -357,7 +373,7 @@ class Scheduler:
     def _stop(self, rows: Rows, token_ids: Int32Array, num_tokens: Counts, now: float) -> None:
         """End the requests whose new token says so."""
         table = self.rows
-        suspects = self.live.stop_tokens.candidates(token_ids) | (num_tokens >= table.max_tokens[rows])
+        suspects = self.live.may_end(token_ids) | (num_tokens >= table.max_tokens[rows])
         for index in suspects.nonzero()[0].tolist():
             row, count = int(rows[index]), int(num_tokens[index])
             request = table.request(row)
@@ -365,19 +381,19 @@ class Scheduler:
             end = stop_after(request, int(token_ids[index]), num_output, count, int(table.max_tokens[row]))
             if end is not None:
                 reason, stop_reason = end
-                self.live.end_unasked(request, reason, now, stop_reason=stop_reason)
+                self.live.end(request, reason, now, stop_reason=stop_reason)
 
     # ------------------------------------------------------------------ what others ask
 
     @property
-    def requests(self) -> dict[tuple[str, int], Request]:
+    def requests(self) -> Mapping[tuple[str, int], Request]:
         """Live requests by (id, choice)."""
-        return self.live.requests
+        return self.live.by_key
 
     @property
     def has_work(self) -> bool:
         """`schedule` and `update_from_output` have something to do or to tell."""
-        return bool(self.live.requests or self.live.ended_unasked)
+        return len(self.live) > 0 or self.live.any_ended
 
     @property
     def num_free_request_slots(self) -> int:
@@ -400,7 +416,7 @@ class Scheduler:
 
     def output_token_ids(self, request_id: str, choice: int) -> Int32Array:
         """[num_output_tokens] of a live request so far. Raises KeyError for one that is not live."""
-        request = self.live.requests[request_id, choice]
+        request = self.requests[request_id, choice]
         if request.row < 0:
             return request.output_token_ids
         return np.frombuffer(self.rows.token_bytes(request.row), dtype=np.int32)[request.num_prompt_tokens :]

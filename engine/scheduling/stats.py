@@ -6,7 +6,8 @@ from bisect import bisect_left
 
 import msgspec
 
-from engine.protocol import ITERATION_TOKENS_BOUNDS, EngineStats, FinishReason
+from engine.protocol import ITERATION_TOKENS_BOUNDS, EngineStats
+from engine.scheduling.request import Request
 
 
 class SchedulerStatistics:
@@ -22,9 +23,9 @@ class SchedulerStatistics:
             self.counters.iteration_tokens_sum += num_tokens
             self._iterations[bisect_left(ITERATION_TOKENS_BOUNDS, num_tokens)] += 1
 
-    def finished(self, reason: FinishReason) -> None:
-        counts = self.counters.finished
-        counts[str(reason)] = counts.get(str(reason), 0) + 1
+    def finished(self, request: Request) -> None:
+        counts, reason = self.counters.finished, str(request.finish_reason)
+        counts[reason] = counts.get(reason, 0) + 1
 
     def snapshot(self, **gauges: int | float) -> EngineStats:
         cumulative, buckets = 0, []

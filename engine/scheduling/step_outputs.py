@@ -14,7 +14,7 @@ from gpu.plan import Int32Array, PromptLogprobs, SampledLogprobs
 @dataclass(slots=True)
 class StepOutputs:
     """Column entry i: `token_ids[i]` is output number `offsets[i]` of choice `choices[i]` of request `handles[i]` at API server
-    `clients[i]`. A request's last token and its place in `finished` come in the same outputs."""
+    `clients[i]`. A request's end comes once: with its last token, or later where a step that is out still writes its blocks."""
 
     clients: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     handles: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
@@ -24,8 +24,7 @@ class StepOutputs:
     logprobs: list[tuple[Request, int, SampledLogprobs]] = field(default_factory=list)  # request, offset, logprobs
     prompt_logprobs: list[tuple[Request, PromptLogprobs]] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)  # got their first token
-    finished: list[Request] = field(default_factory=list)  # ended by the scheduler: stop, length, error
-    released: list[Request] = field(default_factory=list)  # ended before by `finish`, and their blocks are free now
+    finished: list[Request] = field(default_factory=list)  # ended, for whatever reason, and their blocks are free
 
 
 def trim_prompt_logprobs(request: Request, told: PromptLogprobs) -> PromptLogprobs | None:

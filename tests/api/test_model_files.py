@@ -81,12 +81,12 @@ async def test_a_broken_file_costs_what_depends_on_it(http: httpx.AsyncClient) -
 def test_what_is_kept_of_a_broken_tokenizer(smollm2_bundle: TokenizerBundle) -> None:
     for text in ("", "{", '{"model": 1}', smollm2_bundle.tokenizer_json.replace('"BPE"', '"RNN"')):
         with pytest.raises(UnusableModel, match="The tokenizer of `m` cannot be read"):
-            make_model_files("m", structs.replace(smollm2_bundle, tokenizer_json=text))
+            make_model_files("m", "hash", structs.replace(smollm2_bundle, tokenizer_json=text))
 
 
 def test_defaults_that_no_request_could_ask_for(smollm2_bundle: TokenizerBundle, caplog: pytest.LogCaptureFixture) -> None:
     given = {"temperature": 5.0, "top_p": "0.9", "top_k": 50.0, "min_p": True, "repetition_penalty": 1.1, "max_new_tokens": 7}
-    files = make_model_files("m", structs.replace(smollm2_bundle, generation_config=given))
+    files = make_model_files("m", "hash", structs.replace(smollm2_bundle, generation_config=given))
     assert files.generation_config == {"top_k": 50, "repetition_penalty": 1.1, "max_new_tokens": 7}
     told = [record.getMessage() for record in caplog.records]
     assert [any(f"the default for {field} of model m is ignored" in line for line in told) for field in given] == [

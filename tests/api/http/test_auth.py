@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from api.http.auth import ConfigurationError, KeyRing, Principal, check_exposure, derive_cache_salt
+from api.errors import ConfigurationError
+from api.http.auth import KeyRing, Principal, check_exposure, derive_cache_salt
 from engine.config import ApiConfig
 
 KEYS = KeyRing(["alice=k1", "root:admin=k=2"])

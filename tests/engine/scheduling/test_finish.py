@@ -6,19 +6,22 @@ import pytest
 
 from engine.protocol import FinishReason
 from engine.scheduling.request import RequestStatus
+from gpu.plan import SamplingParams
 from tests.engine.scheduling.harness import Engine, make_request
 from tests.engine.scheduling.worker_oracle import expected_answer
 
 ABORT, STOP, ERROR = FinishReason.ABORT, FinishReason.STOP, FinishReason.ERROR
 
 
-def test_unknown_requests_are_nobody_s_business() -> None:
+def test_unknown_requests_are_left_aside() -> None:
     engine = Engine()
-    assert engine.scheduler.finish("nobody", -1, ABORT) == []
+    engine.scheduler.finish("nobody", -1, ABORT)
+    assert not engine.scheduler.has_work
     engine.add(make_request("a"))
-    assert engine.scheduler.finish("a", 1, ABORT) == []
-    engine.drain()
-    assert engine.scheduler.finish("a", -1, ABORT) == [], "it has ended"
+    engine.scheduler.finish("a", 1, ABORT)
+    assert [end.finish_reason for outputs in engine.drain() for end in outputs.finished] == [FinishReason.LENGTH]
+    engine.scheduler.finish("a", -1, ABORT)
+    assert not engine.scheduler.has_work, "it has ended"
 
 
 def test_while_waiting() -> None:
@@ -26,10 +29,11 @@ def test_while_waiting() -> None:
     request = make_request("b")
     engine.add(make_request("a"), request, make_request("c", max_tokens=1))
     engine.step()
-    assert engine.scheduler.finish("b", 0, ABORT, now=7.0) == [request]
+    engine.scheduler.finish("b", 0, ABORT, now=7.0)
     assert (request.status, request.times.finished) == (RequestStatus.FINISHED_ABORTED, 7.0)
     assert engine.scheduler.stats().num_waiting == 1
-    assert [end.request_id for outputs in engine.drain() for end in outputs.finished] == ["a", "c"], "who aborts is not told twice"
+    assert engine.step()[1].finished == [request]
+    assert [end.request_id for outputs in engine.drain() for end in outputs.finished] == ["a", "c"]
 
 
 def test_while_running_between_steps_blocks_are_free_at_once() -> None:
@@ -38,10 +42,11 @@ def test_while_running_between_steps_blocks_are_free_at_once() -> None:
     engine.add(request)
     engine.step()
     row = request.row
-    assert engine.scheduler.finish("a", -1, ABORT) == [request]
+    engine.scheduler.finish("a", -1, ABORT)
     assert request.block_ids == [] and engine.scheduler.kv.pool.num_free == 63
     engine.add(make_request("b"))
-    assert engine.step()[0].freed_rows == [row]
+    plan, outputs = engine.step()
+    assert plan.freed_rows == [row] and outputs.finished == [request]
 
 
 def test_while_a_step_is_out_blocks_are_free_when_it_returns_and_its_output_is_dropped() -> None:
@@ -53,7 +58,7 @@ def test_while_a_step_is_out_blocks_are_free_when_it_returns_and_its_output_is_d
     assert request.block_ids and engine.scheduler.kv.pool.num_free < 63 - 3
     assert ("a", 0) not in engine.scheduler.requests
     outputs = engine.take_in(out)
-    assert request.block_ids == [] and outputs.released == [request] and outputs.finished == []
+    assert request.block_ids == [] and outputs.finished == [request]
     assert len(outputs.token_ids) == 1 and outputs.logprobs == [] and outputs.prompt_logprobs == []
     assert request.num_output_tokens == 0
     engine.drain()
@@ -65,7 +70,8 @@ def test_while_preempted() -> None:
     engine.step()
     engine.step()
     (victim,) = engine.scheduler.waiting
-    assert engine.scheduler.finish("c", -1, ABORT) == [victim] and victim.num_output_tokens == 1
+    engine.scheduler.finish("c", -1, ABORT)
+    assert victim.finish_reason is ABORT and victim.num_output_tokens == 1
     assert engine.scheduler.stats().num_waiting == 0
     engine.drain()
 
@@ -83,6 +89,7 @@ def test_preempted_with_a_step_out() -> None:
             engine.scheduler.finish("c", -1, ABORT)
         outputs = engine.take_in(first)
         assert outputs.handles.tolist() == ([0, 1] if abort else [0, 1, 2])
+        assert outputs.finished == ([victim] if abort else [])
         assert victim.block_ids == [] and victim.num_output_tokens == (0 if abort else 1)
         if second[1] is not None:
             engine.take_in(second)
@@ -95,10 +102,27 @@ def test_all_choices_or_one() -> None:
     choices = [make_request("a", 8, choice=choice, max_tokens=9) for choice in range(3)]
     engine.add(*choices)
     engine.step()
-    assert engine.scheduler.finish("a", 1, STOP, keep=0, stop_reason="\n") == [choices[1]]
+    engine.scheduler.finish("a", 1, STOP, keep=0, stop_reason="\n")
     assert choices[1].stop_reason == "\n" and choices[1].num_output_tokens == 0
-    assert engine.scheduler.finish("a", -1, ABORT) == [choices[0], choices[2]]
+    engine.scheduler.finish("a", -1, ABORT)
+    assert engine.step()[1].finished == [choices[1], choices[0], choices[2]]
     assert not engine.scheduler.has_work
+
+
+def test_an_end_that_a_step_in_flight_defers_comes_when_that_step_returned() -> None:
+    """The last token comes at once; the end, asked for or not, when nothing may write the blocks any more."""
+    engine = Engine()
+    answer = expected_answer([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), 0, "", 128)[0]
+    request = make_request("a", [1, 2, 3], max_tokens=9, stop_token_ids=[answer[0]])
+    engine.add(request)
+    first, second = engine.plan(), engine.plan()
+    outputs = engine.take_in(first)
+    assert outputs.token_ids.tolist() == answer[:1] and outputs.finished == [] and request.block_ids
+    assert request.finish_reason is STOP and not engine.scheduler.requests
+    engine.scheduler.finish("a", -1, ERROR, error="too late")
+    outputs = engine.take_in(second)
+    assert len(outputs.token_ids) == 0 and outputs.finished == [request] and not request.block_ids
+    assert (request.finish_reason, request.error) == (STOP, None)
 
 
 @pytest.mark.parametrize("keep", [-1, 0, 3, 6, 99])
@@ -177,10 +201,14 @@ class TestFailedRows:
         engine.worker.failing.add(0)
         outs = [engine.plan(), *([engine.plan()] if ahead else [])]
         outputs = engine.take_in(outs[0])
-        assert outputs.finished == [bad] and len(outputs.token_ids) == 1, "only the one that shares nothing got a token"
+        ended = outputs.finished
+        assert bad.finish_reason is ERROR and len(outputs.token_ids) == 1, "only the one that shares nothing got a token"
         assert twin.status is RequestStatus.PREEMPTED and engine.scheduler.kv.pool.find(twin.block_hashes[0]) is None
         for out in outs[1:]:
-            assert len(engine.take_in(out).token_ids) == 1
+            outputs = engine.take_in(out)
+            assert len(outputs.token_ids) == 1
+            ended = ended + outputs.finished
+        assert ended == [bad]
         engine.drain()
         answer = expected_answer(list(range(20)), twin.sampling, twin.seed, "", 128)[0]
         assert twin.output_token_ids.tolist() == answer and other.num_preemptions == 0
@@ -192,7 +220,7 @@ class TestFailedRows:
         engine.worker.failing.add(0)
         out = engine.plan()
         engine.scheduler.finish("bad", -1, ABORT)
-        assert engine.take_in(out).finished == [] and bad.finish_reason is ABORT and bad.block_ids == []
+        assert engine.take_in(out).finished == [bad] and bad.finish_reason is ABORT and bad.block_ids == []
 
 
 def test_columns_say_whose_tokens_they_are() -> None:

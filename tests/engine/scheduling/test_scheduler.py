@@ -326,9 +326,9 @@ class TestPlanningAhead:
         request = make_request("a", 6, max_tokens=9, ignore_eos=False, eos_token_ids=list(range(16)))
         engine.add(request)
         first, second = engine.plan(), engine.plan()
-        assert engine.take_in(first).finished == [request] and request.block_ids, "a step that is out writes its blocks"
+        assert engine.take_in(first).finished == [] and request.block_ids, "a step that is out writes its blocks"
         outputs = engine.take_in(second)
-        assert len(outputs.token_ids) == 0 and outputs.released == [request] and request.block_ids == []
+        assert len(outputs.token_ids) == 0 and outputs.finished == [request] and request.block_ids == []
         assert request.num_output_tokens == 1
 
     def test_not_two_steps_ahead(self) -> None:
@@ -465,6 +465,7 @@ def test_statistics() -> None:
     assert stats.iteration_tokens_buckets == [2, 3, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4] and stats.steps == 4
     engine.add(make_request("c", 4))
     engine.scheduler.finish("c", -1, FinishReason.ABORT)
+    engine.drain()
     assert engine.scheduler.stats().finished == {"length": 2, "abort": 1} and stats.finished == {"length": 2}
 
 

@@ -59,7 +59,9 @@ class Story:
     received: list[int] = field(default_factory=list)
     prompt_logprobs: list[int] = field(default_factory=list)  # positions told
     logprobs: list[int] = field(default_factory=list)  # offsets told
-    ended: bool = False
+    asked: tuple[FinishReason, str, float, list[int]] | None = None  # how `finish` ended it: reason, stop reason, time, output
+    over: bool = False  # it has ended, told or not: no output comes any more
+    ended: bool = False  # its end came
     failed: bool = False  # its row was made to fail
 
 
@@ -225,17 +227,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _finish(self, request_id: str, choice: int, whole: bool, keep: int, now: float) -> None:
         reason = FinishReason.ABORT if keep < 0 else FinishReason.STOP
         live = [key for key in self.scheduler.requests if key[0] == request_id and (whole or key[1] == choice)]
-        ended = self.scheduler.finish(request_id, -1 if whole else choice, reason, keep, "###", float(now))
-        assert sorted(request.key for request in ended) == sorted(live)
-        for request in ended:
-            story = self.stories[request.key]
-            story.ended = True
-            expected = story.received if keep < 0 else story.received[:keep]
-            assert request.output_token_ids.tolist() == expected
-            assert (request.finish_reason, request.stop_reason, request.times.finished) == (reason, "###", now)
+        for _ in range(2):  # the second time nothing lives under the key
+            self.scheduler.finish(request_id, -1 if whole else choice, reason, keep, "###", None, float(now))
+        assert not self.scheduler.requests.keys() & live
+        for key in live:
+            story = self.stories[key]
+            story.over = True
+            story.asked = (reason, "###", float(now), story.received if keep < 0 else story.received[:keep])
             if not self.out:
-                assert not request.block_ids and request.row < 0, "blocks are held though no step is out"
-        assert self.scheduler.finish(request_id, -1 if whole else choice, FinishReason.ABORT) == []
+                assert not story.request.block_ids and story.request.row < 0, "blocks are held though no step is out"
 
     @rule(row=st.integers(0, 5))
     def fail_row(self, row: int) -> None:
@@ -316,12 +316,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_step = True
         failed = [self.scheduler.rows.request(row) for row in output.failed_rows]
         for request in failed:
-            self.stories[request.key].failed = True
-        deferred = list(self.scheduler.live.deferred)
+            self.stories[request.key].failed |= not request.status.finished
         preemptions = self.scheduler.statistics.counters.preemptions
         outputs = self.scheduler.update_from_output(plan, output, self.time)
         self._receive(outputs)
-        assert all(request in deferred and not request.block_ids for request in outputs.released)
         assert all(request.status.finished for request in failed)
         type(self).num_restarted += self.scheduler.statistics.counters.preemptions - preemptions
         self.in_step = False
@@ -331,7 +329,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for handle, choice, client, offset, token in columns:
             story = self.by_handle[int(handle), int(choice)]
             assert client == story.request.client
-            assert not story.ended, "output after the end"
+            assert not story.over, "output after the end"
             assert offset == len(story.received)
             story.received.append(int(token))
         for request, offset, logprobs in outputs.logprobs:
@@ -346,11 +344,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             story.prompt_logprobs += range(first, first + count)
         for request in outputs.finished:
             self._end(self.stories[request.key])
+        for story in self.stories.values():
+            story.over = story.request.status.finished
 
     def _end(self, story: Story) -> None:
         request = story.request
         assert not story.ended, "ended twice"
         story.ended = True
+        assert request.row < 0 and not request.block_ids, "an end came before its blocks were free"
+        if story.asked is not None:
+            *how, output = story.asked
+            assert [request.finish_reason, request.stop_reason, request.times.finished] == how
+            assert request.output_token_ids.tolist() == output
+            return
         assert request.output_token_ids.tolist() == story.received == story.answer[: len(story.received)]
         if request.sampling.logprobs is not None:
             assert story.logprobs == list(range(len(story.received)))
@@ -379,9 +385,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert rows.num_running <= scheduler.max_num_seqs
         assert (rows.num_tokens[rows.running] <= rows.max_tokens[rows.running]).all(), "a token beyond the last is planned"
         assert (rows.num_computed[rows.running] <= rows.num_tokens[rows.running]).all()
-        live = {key for key, story in self.stories.items() if not story.ended}
-        untold = {request.key for request in scheduler.live.ended_unasked}
-        assert set(scheduler.requests) | untold == live
+        assert scheduler.requests.keys() == {key for key, story in self.stories.items() if not story.request.status.finished}
         for key, request in scheduler.requests.items():
             story = self.stories[key]
             assert scheduler.output_token_ids(*key).tolist() == story.received == story.answer[: len(story.received)]

@@ -66,7 +66,7 @@ class Decodes:
         output = self.executor.collect()
         outputs, updating = counted(lambda: self.scheduler.update_from_output(plan, output, 0.0))
         call, telling = counted(lambda: self.publisher.call_for(StepEvents(outputs)))
-        clients, payloads = call.arguments[11::2], call.arguments[12::2]
+        clients, payloads = call.arguments[10::2], call.arguments[11::2]
         return plan, [planning, encoding, updating, telling], dict(zip(clients, payloads, strict=True))  # type: ignore[arg-type]
 
 

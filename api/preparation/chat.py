@@ -1,0 +1,87 @@
+"""From the body of a chat completion to its `Task`. Runs on a thread or in a reader process."""
+
+from __future__ import annotations
+
+from api.errors import BadRequest
+from api.model_files import ServedModel
+from api.preparation.rules import RequestRules
+from api.preparation.task import Task
+from api.request.prompts import Prompt, Truncation, check_truncation, render_chat, tokenize_text
+from api.request.sampling_params import (
+    OutputBudget,
+    check_budget,
+    check_logprobs,
+    default_max_tokens,
+    make_sampling_params,
+    stop_strings,
+)
+from api.request.schemas import ChatCompletionRequest, TemplateFields
+from api.request.validation import check_chat
+from api.text.chat_template import ChatTemplate
+
+ROLE = "assistant"
+
+
+def prepare_chat(body: ChatCompletionRequest, model: ServedModel, rules: RequestRules) -> Task:
+    """Raises BadRequest."""
+    check_chat(body, rules.limits)
+    budget = OutputBudget(body.max_tokens)
+    if body.max_completion_tokens is not None:
+        budget = OutputBudget(body.max_completion_tokens, "max_completion_tokens")
+    check_budget(budget, model.limits)
+    check_truncation(body.truncate_prompt_tokens, model.limits)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    check_logprobs("top_logprobs", logprobs, model.limits)
+    prompt = _make_prompt(body, model, rules)
+    config = model.files.generation_config
+    max_tokens = budget.resolve(len(prompt.token_ids), model.limits, default_max_tokens(config))
+    sampling = make_sampling_params(
+        body, model.tokenizer, model.limits, rules.limits, config, max_tokens, logprobs, body.prompt_logprobs
+    )
+    role = ROLE if body.add_generation_prompt else body.messages[-1].role
+    return Task(
+        endpoint="/v1/chat/completions",
+        model=model,
+        prompts=[prompt],
+        sampling=[sampling],
+        stop=stop_strings(body),
+        include_stop=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        stream=bool(body.stream),
+        priority=body.priority,
+        cache_salt=body.cache_salt or "",
+        role=role,
+        answer_prefix=_continued(body, role) if body.echo else "",
+    )
+
+
+def chat_text(body: TemplateFields, model: ServedModel, rules: RequestRules) -> str:
+    """The prompt that the messages become."""
+    return render_chat(body, _template_for(body.chat_template, model, rules), rules.template_defaults)
+
+
+def _template_for(source: str | None, model: ServedModel, rules: RequestRules) -> ChatTemplate:
+    """The template to render with: the request's own, where that is trusted, else the model's. Raises BadRequest."""
+    if source is not None:
+        if not rules.trust_request_chat_template:
+            message = "chat_template is refused: this server was not started with --trust-request-chat-template."
+            raise BadRequest(message, param="chat_template")
+        return ChatTemplate(source, model.files.template_variables)
+    if model.files.template is None:
+        fault = model.files.template_fault
+        message = f"The model `{model.name}` cannot chat: {fault}. Start it with --chat-template, or use /v1/completions."
+        raise BadRequest(message, param="messages")
+    return model.files.template
+
+
+def _make_prompt(body: ChatCompletionRequest, model: ServedModel, rules: RequestRules) -> Prompt:
+    text = chat_text(body, model, rules)
+    truncation = Truncation(body.truncate_prompt_tokens, body.truncation_side or "left")
+    prompt = tokenize_text(text, model.tokenizer, model.limits, body.add_special_tokens, truncation)
+    return prompt if body.return_prompt_text else Prompt(prompt.token_ids)
+
+
+def _continued(body: ChatCompletionRequest, role: str) -> str:
+    """The last message, when it is of the role that answers."""
+    last = body.messages[-1]
+    return last.content if last.role == role and isinstance(last.content, str) else ""

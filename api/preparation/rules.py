@@ -1,0 +1,17 @@
+"""The API server's settings that decide how a body is read. They travel to reader processes with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from api.request.limits import RequestLimits
+
+
+@dataclass(frozen=True)
+class RequestRules:
+    """`template_defaults`: variables of every chat template, where the request does not say them."""
+
+    limits: RequestLimits = RequestLimits()
+    trust_request_chat_template: bool = False
+    template_defaults: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,64 @@
+"""Requests whose size, or whose demands, would keep everybody else waiting. `/live` is asked while they are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.api.live_server import LiveServer
+from tests.api.loop_watch import LoopWatch
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+LONGEST_GAP = 0.2  # seconds; 0.1 is what is promised, the rest is for a machine that is busy with other tests
+TOO_LONG, HELLO = "This model's maximum context length is 2048 tokens.", {"role": "user", "content": "a"}
+
+
+@pytest.fixture(scope="module")
+def watch(null_server: LiveServer) -> Iterator[LoopWatch]:
+    with LoopWatch(null_server.url) as watch:
+        yield watch
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "count", "status", "said"),
+    [
+        pytest.param(TEXT, {"prompt": "语" * 660_000}, 4, 400, TOO_LONG, id="four of the same character"),
+        pytest.param(TEXT, {"prompt": "语" * 660_000, "truncate_prompt_tokens": 9}, 1, 200, "text_completion", id="truncated"),
+        pytest.param(TEXT, {"prompt": [500] * 3_000_000}, 1, 400, TOO_LONG, id="token ids"),
+        pytest.param(TEXT, {"prompt": [[500]] * 500_000}, 1, 400, "prompt list length 500000", id="lists of token ids"),
+        pytest.param(TEXT, {"prompt": [[500] * 1000] * 512, "max_tokens": 1}, 1, 200, "text_completion", id="many long prompts"),
+        pytest.param(TEXT, {"prompt": [{}] * 100_000}, 1, 400, "body.prompt", id="wrong items"),
+        pytest.param(TEXT, {"prompt": "x", "logit_bias": {str(n): 1 for n in range(100_000)}}, 1, 400, "logit_bias", id="bias"),
+        pytest.param(TEXT, {"logit_bias": dict.fromkeys(map(str, range(100_000)), "")}, 1, 400, "and 99990 more", id="no bias"),
+        pytest.param(TEXT, {"prompt": "x", "stop": ["x" * 99] * 50_000}, 1, 400, "stop must contain", id="stop strings"),
+        pytest.param(TEXT, {"prompt": "x", "bad_words": [str(n) for n in range(100_000)]}, 1, 400, "Too many bad", id="bad words"),
+        pytest.param(TEXT, {"prompt": "x", "model": "m" * 9_000_000}, 1, 404, "does not exist", id="a model's name"),
+        pytest.param(TEXT, {"promt": "x" * 9_000_000}, 1, 400, "Either prompt or", id="an unknown field"),
+        pytest.param(CHAT, {"messages": [HELLO] * 50_000}, 1, 400, TOO_LONG, id="messages"),
+        pytest.param(CHAT, {"message": [HELLO] * 50_000}, 1, 400, "body.messages: Field required", id="a missing field"),
+        pytest.param("/tokenize", {"prompt": "hello wo" * 200_000}, 1, 200, '"count"', id="tokenize"),
+        pytest.param("/detokenize", {"tokens": [500] * 1_000_000}, 1, 200, '"prompt"', id="detokenize"),
+    ],
+)
+def test_nobody_waits_for_a_large_request(
+    null_server: LiveServer, watch: LoopWatch, path: str, body: dict[str, Any], count: int, status: int, said: str
+) -> None:
+    content = json.dumps(body, ensure_ascii=False).encode()
+    with watch.measure() as waiting, ThreadPoolExecutor(count) as pool:
+        headers = {"Content-Type": "application/json"}
+        answers = list(pool.map(lambda _: null_server.http.post(path, content=content, headers=headers), range(count)))
+    assert [answer.status_code for answer in answers] == [status] * count, answers[0].text[:500]
+    assert said in answers[0].text
+    assert waiting.count > 0
+    assert waiting.longest < LONGEST_GAP
+
+
+def test_lists_that_would_be_repeated_for_each_prompt(null_server: LiveServer) -> None:
+    body = {"prompt": ["x"] * 512, "logit_bias": dict.fromkeys(map(str, range(2000)), 1), "max_tokens": 1}
+    answer = null_server.http.post(TEXT, json=body)
+    assert answer.status_code == 400
+    assert "2000 entries for each of 512 prompts" in answer.json()["error"]["message"]
