@@ -15,6 +15,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from gpu.plan import GREEDY_EPSILON as GREEDY_EPSILON  # part of a request: API servers take these from here
+from gpu.plan import INVALID_REQUEST as INVALID_REQUEST
 from gpu.plan import Count, Int64
 from gpu.plan import SamplingParams as SamplingParams
 

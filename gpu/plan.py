@@ -19,6 +19,7 @@ Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 
 GREEDY_EPSILON = 1e-5  # a temperature below this means argmax
+INVALID_REQUEST = "Invalid request: "  # begins an error whose cause is the request's own fields: it would fail anywhere
 MOST_CHOICES = 16384  # of one prompt
 
 # What columns and kernels can hold. Whoever decodes a struct gets an error for a value outside, NaN included.

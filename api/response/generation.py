@@ -13,13 +13,13 @@ from contextlib import aclosing
 from itertools import chain
 from typing import Protocol
 
-from api.errors import GenerationError, sanitize_message
+from api.errors import BadRequest, GenerationError, sanitize_message
 from api.preparation.task import Task
 from api.response.logprobs import PromptLogprobsCollector
 from api.response.output_processor import ChoiceAssembler, ChoiceOutput
 from api.response.usage import Usage
 from engine.client.request_stream import ChoiceDelta, RequestStream, RequestUpdate
-from engine.protocol import FinishedOutput, FinishReason
+from engine.protocol import INVALID_REQUEST, FinishedOutput, FinishReason
 
 
 class GenerationObserver(Protocol):
@@ -100,7 +100,8 @@ class Generation:
         return Usage(len(self.task.prompts[choice // self.task.n].token_ids), self.num_tokens(choice))
 
     async def outputs(self) -> AsyncGenerator[list[ChoiceOutput]]:
-        """What the choices have to say, update by update; each ends once. Raises GenerationError where the engine gave up."""
+        """What the choices have to say, update by update; each ends once. Where the engine gave up it raises BadRequest, if the
+        request's own fields are the cause, else GenerationError."""
         if len(self._streams) == 1:  # by far most are of one prompt: they do without the queue, and the generator, of several
             async for update in self._streams[0]:
                 if outputs := await self._digest(0, update):
@@ -191,7 +192,8 @@ class Generation:
         assert output.finish_reason is not None
         self._ended(output.index, output.finish_reason)
         if output.finish_reason == FinishReason.ERROR:
-            raise GenerationError(sanitize_message(output.error or "The engine could not go on with this request."))
+            error = output.error or "The engine could not go on with this request."
+            raise (BadRequest if error.startswith(INVALID_REQUEST) else GenerationError)(sanitize_message(error))
         if isinstance(output.stop_reason, str):  # found here, not by the engine: it must be told
             await self._streams[prompt].stop(choice, self._assemblers[output.index].num_tokens, output.stop_reason)
 

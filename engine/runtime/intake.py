@@ -17,7 +17,7 @@ from engine.bus import control, keys, transitions
 from engine.bus.call import BusUnavailable, Call
 from engine.bus.connection import Bus
 from engine.bus.transitions import Taken
-from engine.protocol import ControlCommand, EngineCoreRequest, decode_request
+from engine.protocol import INVALID_REQUEST, ControlCommand, EngineCoreRequest, decode_request
 from engine.runtime.core import EngineCore, Unrunnable
 from engine.scheduling.request import Request
 
@@ -138,7 +138,7 @@ class Intake:
             source = decode_request(taken.payload)
             arrival = Arrival(source, self._core.make_requests(source, taken.enqueued, taken.taken))
         except (msgspec.DecodeError, Unrunnable) as error:
-            self._reject(taken.entry, f"The engine refuses the request: {error}")
+            self._reject(taken.entry, f"{INVALID_REQUEST}{error}")
         except Exception as error:  # whatever a request brings, it ends that request alone
             logger.exception("entry %s cannot be taken in", taken.entry)
             self._reject(taken.entry, f"The engine cannot take the request in: {type(error).__name__}: {error}")

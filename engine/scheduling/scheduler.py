@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.config import SchedulerConfig
-from engine.protocol import EngineStats, FinishReason
+from engine.protocol import INVALID_REQUEST, EngineStats, FinishReason
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.request_columns import Counts, Rows, RowTable
@@ -83,8 +83,8 @@ class Scheduler:
         a (id, choice) that is live."""
         self.live.add(request)
         if request.num_tokens >= self.max_model_len:
-            error = f"prompt of {request.num_tokens} tokens leaves no room for output in a context of {self.max_model_len}"
-            self.live.end(request, FinishReason.ERROR, request.times.received, error=error)
+            error = f"the prompt of {request.num_tokens} tokens leaves no room for output in a context of {self.max_model_len}"
+            self.live.end(request, FinishReason.ERROR, request.times.received, error=INVALID_REQUEST + error)
 
     def finish(
         self,

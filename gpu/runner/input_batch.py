@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gpu.models.attention import AttentionMetadata
-from gpu.plan import Int32Array, NewRequest, SchedulerOutput
+from gpu.plan import INVALID_REQUEST, Int32Array, NewRequest, SchedulerOutput
 from gpu.runner.sampling_table import SamplingTable
 from gpu.runner.token_rules import Histories
 
@@ -79,7 +79,7 @@ class Batch:
         row, token_ids = request.row, request.token_ids
         length = len(token_ids)
         if token_ids.min() < 0 or token_ids.max() >= self.vocab_size:
-            self.failed_rows[row] = f"a token id of the prompt is outside the vocabulary of {self.vocab_size}"
+            self.failed_rows[row] = f"{INVALID_REQUEST}a token id of the prompt is outside the vocabulary of {self.vocab_size}"
             token_ids = np.zeros_like(token_ids)
         self.token_ids[row, :length] = token_ids
         self.num_tokens[row] = length
@@ -95,7 +95,7 @@ class Batch:
         try:
             return self.sampling.set(request.row, request.sampling, request.seed)
         except Exception as error:
-            return f"the sampling parameters are out of range: {error}"
+            return f"{INVALID_REQUEST}its sampling parameters are out of range: {error}"
 
     def make_step(self, plan: SchedulerOutput) -> Step:
         rows, query_lens = plan.rows, plan.num_scheduled_tokens

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from gpu.plan import Int32Array, SampledLogprobs
+from gpu.plan import INVALID_REQUEST, Int32Array, SampledLogprobs
 from gpu.runner.sampling_table import SamplingTable
 from gpu.runner.token_rules import Histories
 from kernels.gumbel import gumbel_argmax
@@ -20,7 +20,7 @@ from kernels.min_p import apply_min_p
 from kernels.penalties import apply_penalties
 from kernels.top_k_top_p import apply_top_k_top_p
 
-NO_TOKEN = "the request's sampling parameters leave no token to choose"
+NO_TOKEN = f"{INVALID_REQUEST}its sampling parameters leave no token to choose"
 NOT_FINITE = "the model's logits are not finite"
 
 

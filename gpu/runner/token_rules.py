@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from gpu.plan import Int32Array, SamplingParams
+from gpu.plan import INVALID_REQUEST, Int32Array, SamplingParams
 from kernels.logit_bias import add_logit_bias
 
 _ALLOWED = np.dtype([("row", np.int64), ("token", np.int64)])
@@ -48,7 +48,7 @@ class TokenRules:
         words = [word for word in sampling.bad_words_token_ids if word]
         named = [*sampling.allowed_token_ids, *sampling.logit_bias, *(token for word in words for token in word)]
         if named and not 0 <= min(named) <= max(named) < self.vocab_size:
-            return f"sampling parameters name a token id outside the vocabulary of {self.vocab_size}"
+            return f"{INVALID_REQUEST}its sampling parameters name a token id outside the vocabulary of {self.vocab_size}"
         ends = sampling.held_back_token_ids
         self._ruled[row] = bool(named or ends)  # first: were anything wrong below, `clear` would still take back what went in
         self._allowed = _extend(self._allowed, ((row, token) for token in sampling.allowed_token_ids))

@@ -129,6 +129,18 @@ def test_biases(server: LiveServer, tokenizer: TextTokenizer) -> None:
     assert ask(server, PROMPTS[0], max_tokens=1, bad_words=["Paris"])["text"] != tokenizer.decode([paris])
 
 
+def test_bad_words_that_leave_no_token_later_are_the_clients_fault(server: LiveServer, tokenizer: TextTokenizer) -> None:
+    """The first token has a choice, the second has none."""
+    assert tokenizer.encode("12") == [tokenizer.encode("1")[0], tokenizer.encode("2")[0]]
+    digits = {"allowed_token_ids": tokenizer.encode("12"), "bad_words": ["11", "12", "21", "22"], "max_tokens": 8}
+    answer = server.http.post("/v1/completions", json={"prompt": "1", **digits})
+    message = "Invalid request: its sampling parameters leave no token to choose"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+    with server.http.stream("POST", "/v1/completions", json={"prompt": "1", "stream": True, **digits}) as stream:
+        *_, last, done = sse_events(list(stream.iter_lines()))
+    assert (last["error"]["code"], last["error"]["type"], done) == (400, "BadRequestError", "[DONE]")
+
+
 def test_logprobs_are_a_distribution(server: LiveServer) -> None:
     choice = ask(server, PROMPTS[0], max_tokens=4, logprobs=20)
     for own, top in zip(choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"], strict=True):

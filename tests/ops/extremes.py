@@ -210,7 +210,19 @@ class Extreme:
 
     path: str
     body: str
-    leaves_after: float | None  # seconds after which its client is gone
+    leaves_after: float | None = None  # seconds after which its client is gone
+
+
+# Each leaves no token to sample: at once, while ends are held back, after the first token, after two.
+NOTHING_TO_SAMPLE = [
+    Extreme("/v1/completions", to_json({"prompt": "a b c", "max_tokens": 8, **fields}))
+    for fields in (
+        {"allowed_token_ids": [COMMA], "bad_words": [","]},
+        {"allowed_token_ids": [EOS], "min_tokens": 1, "ignore_eos": True},
+        {"allowed_token_ids": [33, 34], "bad_words": ["11", "12", "21", "22"]},
+        {"allowed_token_ids": [33], "bad_words": ["111"]},
+    )
+]
 
 
 class Extremes:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.ops.extremes import Extreme, Extremes
+from tests.ops.extremes import NOTHING_TO_SAMPLE, Extreme, Extremes
 from tests.ops.serving import Serving, serving
 
 AT_ONCE = 24
@@ -36,7 +36,10 @@ class Fuzz:
         deadline = time.monotonic() + seconds
         limits = httpx.Limits(max_connections=2 * AT_ONCE)
         async with httpx.AsyncClient(base_url=self.server.url, timeout=LONGEST_SECONDS, limits=limits) as http:
-            await asyncio.gather(*(self._send_until(deadline, http) for _ in range(AT_ONCE)))
+            others = asyncio.gather(*(self._send_until(deadline, http) for _ in range(AT_ONCE)))
+            for extreme in NOTHING_TO_SAMPLE:
+                await self._send(extreme, http, expected=400)
+            await others
             await self._settled(http)
 
     async def _send_until(self, deadline: float, http: httpx.AsyncClient) -> None:
@@ -52,11 +55,11 @@ class Fuzz:
             except httpx.HTTPError as error:
                 self._fault(extreme, f"{type(error).__name__}: {error}")
 
-    async def _send(self, extreme: Extreme, http: httpx.AsyncClient) -> None:
+    async def _send(self, extreme: Extreme, http: httpx.AsyncClient, expected: int | None = None) -> None:
         content = extreme.body.encode(errors="surrogatepass")
         answer = await http.post(extreme.path, content=content, headers={"Content-Type": "application/json"})
         self.statuses[answer.status_code] = self.statuses.get(answer.status_code, 0) + 1
-        if answer.status_code >= 500:
+        if answer.status_code >= 500 or expected not in (None, answer.status_code):
             self._fault(extreme, f"{answer.status_code} {answer.text[:300]}")
         elif answer.headers["content-type"].startswith("text/event-stream"):
             self._check_stream(extreme, answer.text)

@@ -335,7 +335,7 @@ DAMAGES = [
     Damage("half a token", "not a column of token ids", with_field(2, b"abc")),
     Damage("token beyond the vocabulary", "token ids outside 0 to 49151", with_field(2, encode_column([1, 49152]))),
     Damage("negative token", "token ids outside 0 to 49151", with_field(2, encode_column([-1]))),
-    Damage("no MessagePack", "The engine refuses the request", lambda request: b"no MessagePack"),
+    Damage("no MessagePack", "Invalid request: ", lambda request: b"no MessagePack"),
     Damage("cut short", "Input data was truncated", lambda request: encode(request)[:20]),
     Damage("nested", "nested too deeply", lambda request: b"\x9c" + encode(request)[1:] + b"\x91" * 100_000),
     Damage("text that is not UTF-8", "Invalid UTF-8", lambda request: encode(request).replace(b"\xa0", b"\xa2\xff\xfe", 1)),

@@ -238,7 +238,7 @@ class TestPreemption:
         assert engine.scheduler.has_work
         plan, outputs = engine.step()
         assert plan.total_num_scheduled_tokens == 0 and outputs.finished == [request]
-        assert request.error == "prompt of 16 tokens leaves no room for output in a context of 16"
+        assert request.error == "Invalid request: the prompt of 16 tokens leaves no room for output in a context of 16"
         assert not engine.scheduler.has_work
 
 
