@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import redis
 
+from engine.bus import keys
 from tests.api.live_server import LiveServer
 from tests.api.loop_watch import LoopWatch
 
@@ -54,6 +56,24 @@ def test_nobody_waits_for_a_large_request(
     assert [answer.status_code for answer in answers] == [status] * count, answers[0].text[:500]
     assert said in answers[0].text
     assert waiting.count > 0
+    assert waiting.longest < LONGEST_GAP
+
+
+def test_nobody_waits_for_a_long_list_of_requests(null_server: LiveServer, watch: LoopWatch) -> None:
+    fields = {"state": "ended", "reason": "stop", "model": "tiny", "enqueued": "1.5", "prompt_tokens": "3", "endpoint": TEXT}
+    names = [f"old-{number}" for number in range(10_000)]
+    with redis.Redis.from_url(null_server.redis.url) as client, client.pipeline(transaction=False) as pipe:
+        for name in names:
+            pipe.hset(keys.record("tiny", name), mapping={"id": name, **fields})
+        pipe.zadd(keys.ended("tiny"), dict.fromkeys(names, 1.0))
+        pipe.execute()
+        with watch.measure() as waiting:
+            listed = null_server.http.get("/v1/requests?state=ended&limit=10000").json()["data"]
+        for name in names:
+            pipe.delete(keys.record("tiny", name))
+        pipe.zrem(keys.ended("tiny"), *names)
+        pipe.execute()
+    assert {"old-0", "old-9000"} <= {request["id"] for request in listed}
     assert waiting.longest < LONGEST_GAP
 
 
