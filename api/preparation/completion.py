@@ -81,9 +81,9 @@ def _check_repetition(params: SamplingParams, num_prompts: int, limits: RequestL
     """Lists of the request go to the engine once a prompt: a short body must not become a gigabyte there."""
     words = sum(len(word) for word in params.bad_words_token_ids)
     num_entries = len(params.logit_bias) + len(params.allowed_token_ids) + len(params.stop_token_ids) + words
-    if num_prompts > 1 and num_entries * num_prompts > limits.max_repeated_entries:
+    if num_entries * num_prompts > limits.max_repeated_entries:
         raise BadRequest(
-            f"logit_bias, allowed_token_ids, stop_token_ids and bad_words have {num_entries} entries for each of {num_prompts} "
+            f"logit_bias, allowed_token_ids, stop_token_ids and bad_words have {num_entries} entries in each of {num_prompts} "
             f"prompts, more than {limits.max_repeated_entries} in all. Please send fewer prompts in one request.",
             param="prompt",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from api.errors import BadRequest
@@ -17,7 +18,9 @@ class RequestLimits:
     max_choices: int = 4096
     max_stop_strings: int = 4
     max_bad_words: int = 128
-    max_repeated_entries: int = 2**19  # of lists and maps, which go to the engine once a prompt; no setting
+    # No settings: more is a mistake, or worse.
+    max_stop_characters: int = 16384
+    max_repeated_entries: int = 2**19  # of lists and maps, which go to the engine once a prompt
 
     @classmethod
     def of(cls, config: ApiConfig) -> RequestLimits:
@@ -35,9 +38,11 @@ class RequestLimits:
             message = f"{choices}; this server answers at most {self.max_choices} in one request (--max-choices)."
             raise BadRequest(message, param="n")
 
-    def check_stop_strings(self, count: int) -> None:
-        if count > self.max_stop_strings:
-            raise BadRequest(f"stop must contain at most {self.max_stop_strings} strings, got {count}.", param="stop")
+    def check_stop_strings(self, words: Sequence[str]) -> None:
+        if len(words) > self.max_stop_strings:
+            raise BadRequest(f"stop must contain at most {self.max_stop_strings} strings, got {len(words)}.", param="stop")
+        if (length := sum(map(len, words))) > self.max_stop_characters:
+            raise BadRequest(f"stop must have at most {self.max_stop_characters} characters, got {length}.", param="stop")
 
     def check_bad_words(self, count: int, tokenized: bool = False) -> None:
         """`count`: of words, or, `tokenized`, of the token sequences that they become, at least one a word."""

@@ -54,7 +54,7 @@ def _check_tools(request: TemplateFields) -> None:
 
 
 def _check_common(request: SamplingFields, limits: RequestLimits) -> None:
-    limits.check_stop_strings(len(stop_strings(request)))
+    limits.check_stop_strings(stop_strings(request))
     limits.check_bad_words(len(set(request.bad_words or ())))
     if request.stream_options is not None and not request.stream:
         raise BadRequest("Stream options can only be defined when `stream=True`.", param="stream_options")

@@ -7,8 +7,10 @@ the one listed first.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,44 +22,60 @@ class StopMatch:
 
 
 class StopMatcher:
+    """Costs a constant number of steps a character, however long the stop strings are (Knuth, Morris and Pratt, 1977)."""
+
     def __init__(self, stop: Sequence[str], include_stop: bool = False) -> None:
         assert all(stop), "an empty stop string matches everywhere"
         self._stop = list(stop)
+        self._borders = [_borders(word) for word in stop]
+        self._firsts = {word[0] for word in stop}
         self._include_stop = include_stop
-        self._longest = max((len(word) for word in stop), default=0)
+        self._lengths = [0] * len(stop)  # by stop string: of its longest prefix that the text ends with
         self._held = ""
 
     def push(self, text: str, armed: bool = True) -> str | StopMatch:
         """The text that is safe to show now. Not `armed` (below min_tokens): stop strings that end inside `text` do not count."""
-        if not self._stop or not text:
+        if not self._held and self._firsts.isdisjoint(text):
             return text
         buffer = self._held + text
-        if armed and (match := self._find(buffer)) is not None:
-            self._held = ""
-            return match
-        held = self._prefix_len(buffer)
-        self._held = buffer[len(buffer) - held :]
-        return buffer[: len(buffer) - held]
+        for end in range(len(self._held) + 1, len(buffer) + 1):
+            complete = self._advance(buffer[end - 1])
+            if armed and complete is not None:
+                self._held = ""
+                return StopMatch(complete, buffer[: end if self._include_stop else end - len(complete)])
+        shown = len(buffer) - max(self._lengths)
+        self._held = buffer[shown:]
+        return buffer[:shown]
 
     def flush(self) -> str:
         """The output ended otherwise: what was held is text."""
         held, self._held = self._held, ""
+        self._lengths = [0] * len(self._stop)
         return held
 
-    def _find(self, buffer: str) -> StopMatch | None:
-        end, word = len(buffer) + 1, ""
-        for candidate in self._stop:
-            # What is held was seen before, unarmed perhaps: only a match that ends in the new text counts.
-            start = buffer.find(candidate, max(0, len(self._held) + 1 - len(candidate)))
-            if start >= 0 and start + len(candidate) < end:
-                end, word = start + len(candidate), candidate
-        if not word:
-            return None
-        return StopMatch(word, buffer[: end if self._include_stop else end - len(word)])
+    def _advance(self, character: str) -> str | None:
+        """Take one character. The first of the stop strings that it completes."""
+        complete = None
+        for place, (word, borders) in enumerate(zip(self._stop, self._borders, strict=True)):
+            length = self._lengths[place]
+            while length and word[length] != character:
+                length = borders[length - 1]
+            if word[length] == character:
+                length += 1
+            if length == len(word):
+                complete = complete or word
+                length = borders[-1]
+            self._lengths[place] = length
+        return complete
 
-    def _prefix_len(self, buffer: str) -> int:
-        for size in range(min(self._longest - 1, len(buffer)), 0, -1):
-            suffix = buffer[len(buffer) - size :]
-            if any(len(word) > size and word.startswith(suffix) for word in self._stop):
-                return size
-        return 0
+
+@lru_cache(maxsize=64)
+def _borders(word: str) -> array[int]:
+    """[len(word)] for each prefix, the length of the longest shorter prefix that it ends with."""
+    borders = array("i", [0])
+    for character in word[1:]:
+        length = borders[-1]
+        while length and word[length] != character:
+            length = borders[length - 1]
+        borders.append(length + 1 if word[length] == character else 0)
+    return borders

@@ -37,6 +37,8 @@ def watch(null_server: LiveServer) -> Iterator[LoopWatch]:
         pytest.param(TEXT, {"prompt": "x", "logit_bias": {str(n): 1 for n in range(100_000)}}, 1, 400, "logit_bias", id="bias"),
         pytest.param(TEXT, {"logit_bias": dict.fromkeys(map(str, range(100_000)), "")}, 1, 400, "and 99990 more", id="no bias"),
         pytest.param(TEXT, {"prompt": "x", "stop": ["x" * 99] * 50_000}, 1, 400, "stop must contain", id="stop strings"),
+        pytest.param(TEXT, {"prompt": "x", "stop": "x" * 9_000_000}, 1, 400, "stop must have", id="a stop string"),
+        pytest.param(TEXT, {"prompt": "x", "bad_words": ["语" * 300_000]}, 1, 400, "1200001 entries", id="a bad word"),
         pytest.param(TEXT, {"prompt": "x", "bad_words": [str(n) for n in range(100_000)]}, 1, 400, "Too many bad", id="bad words"),
         pytest.param(TEXT, {"prompt": "x", "model": "m" * 9_000_000}, 1, 404, "does not exist", id="a model's name"),
         pytest.param(TEXT, {"promt": "x" * 9_000_000}, 1, 400, "Either prompt or", id="an unknown field"),
@@ -81,4 +83,4 @@ def test_lists_that_would_be_repeated_for_each_prompt(null_server: LiveServer) -
     body = {"prompt": ["x"] * 512, "logit_bias": dict.fromkeys(map(str, range(2000)), 1), "max_tokens": 1}
     answer = null_server.http.post(TEXT, json=body)
     assert answer.status_code == 400
-    assert "2000 entries for each of 512 prompts" in answer.json()["error"]["message"]
+    assert "2000 entries in each of 512 prompts" in answer.json()["error"]["message"]

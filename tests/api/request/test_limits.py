@@ -18,7 +18,7 @@ def test_defaults_are_the_settings() -> None:
 @pytest.mark.parametrize(("num_prompts", "n"), [(1, 8), (4, 4), (0, 1), (2, 8)])
 def test_what_is_allowed(num_prompts: int, n: int) -> None:
     LIMITS.check_choices(num_prompts, n)
-    LIMITS.check_stop_strings(2)
+    LIMITS.check_stop_strings(["a", "b"])
     LIMITS.check_bad_words(3)
 
 
@@ -38,7 +38,9 @@ def test_too_many_choices(num_prompts: int, n: int, message: str, param: str) ->
 
 def test_too_many_words() -> None:
     with pytest.raises(BadRequest, match="stop must contain at most 2 strings, got 3"):
-        LIMITS.check_stop_strings(3)
+        LIMITS.check_stop_strings(["a"] * 3)
+    with pytest.raises(BadRequest, match="stop must have at most 16384 characters, got 16385"):
+        LIMITS.check_stop_strings(["a", "b" * 16384])
     with pytest.raises(BadRequest, match=r"Too many bad words: 4. The max number is 3"):
         LIMITS.check_bad_words(4)
     with pytest.raises(BadRequest, match=r"Too many bad words after tokenization: 6. The max number is 3"):

@@ -75,6 +75,15 @@ def test_examples(stop: list[str], pieces: list[str], expected: tuple[str, str |
     assert run(stop, pieces) == expected
 
 
+def test_long_stop_strings_cost_no_more_than_short_ones() -> None:
+    """A search for prefixes at every piece would take minutes."""
+    word = "a" * 16_000 + "b"
+    matcher = StopMatcher([word, "a" * 8000 + "c"])
+    shown = "".join(str(matcher.push(piece)) for piece in ["a" * 20_000, *["aa"] * 2000, "x", "end"])
+    assert shown + matcher.flush() == "a" * 24_000 + "xend"
+    assert matcher.push(word) == StopMatch(word, "")
+
+
 def test_what_was_held_is_text_at_the_end() -> None:
     matcher = StopMatcher(["STOP"])
     assert matcher.push("do not ST") == "do not "
