@@ -19,8 +19,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 serve: setup
 	$(BIN)/headrace serve $(MODEL) --port $(PORT)
 
+# a process a core, four at most: half of the tests wait for other processes' timers. Files stay together as long as it lasts,
+# so that the servers they share start once
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .
