@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gpu.models.linear import Numerics, make_linear
+from gpu.models.linear import make_linear
+from gpu.numerics import Numerics
 from kernels import reference
 from kernels.attention import paged_attention
 from kernels.gumbel import gumbel_argmax

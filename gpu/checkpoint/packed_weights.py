@@ -1,4 +1,4 @@
-"""Matrices in the layout that their kernel reads, and the file in which the processes of a machine share them.
+"""The file in which the processes of a machine share their packed matrices.
 
 What packing makes depends on the checkpoint, the numeric class, the rank and the instruction set alone. With a folder for it, the
 first process writes it down, and everybody maps the same pages: two engines hold the weights once, and a restarted one does not
@@ -15,25 +15,18 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
-import torch
 
-from kernels.cpu.bfloat_matmul import pack_bfloat
-from kernels.cpu.block_matmul import pack_blocks
-from kernels.cpu.half_matmul import pack_half
-from kernels.cpu.quantized_blocks import Blocks
+from gpu.checkpoint.packed_matrix import PackedMatrix
+from gpu.checkpoint.weights import Checkpoint
+from gpu.distributed import TensorParallelGroup
+from gpu.numerics import Numerics
 from kernels.cpu.tiles import BLOCK_PANEL, HALF_PANEL
-
-if TYPE_CHECKING:
-    from gpu.checkpoint.weights import Checkpoint
-    from gpu.distributed import TensorParallelGroup
-    from gpu.models.linear import Numerics
 
 logger = logging.getLogger(__name__)
 
@@ -41,46 +34,6 @@ LAYOUT_VERSION = 4  # changes with what packing makes
 MOST_MODELS = 4  # kept in a folder; the least recently used go
 _NAME = re.compile(r"[0-9a-f]{32}-\d+-of-\d+\.weights")
 _LENGTH = struct.Struct("<Q")  # of the index, the file's last bytes
-
-
-@dataclass(frozen=True)
-class PackedMatrix:
-    """kind: plain (array `weight`), half or bfloat (`panels`, kernels.cpu.half_matmul and bfloat_matmul) or blocks (`records`,
-    `segments`, kernels.cpu.block_matmul)."""
-
-    kind: str
-    out_features: int
-    in_features: int
-    arrays: dict[str, np.ndarray]
-    dtype: str = ""  # plain: torch's name of the weight's type; bfloat16 is kept as int16
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays.values())
-
-    def tensor(self) -> torch.Tensor:
-        """The weight of a plain matrix, in the same memory."""
-        return torch.from_numpy(self.arrays["weight"]).view(getattr(torch, self.dtype))
-
-    @classmethod
-    def plain(cls, weight: torch.Tensor) -> PackedMatrix:
-        kept = weight.view(torch.int16) if weight.dtype is torch.bfloat16 else weight
-        name = str(weight.dtype).removeprefix("torch.")
-        return cls("plain", weight.shape[0], weight.shape[1], {"weight": kept.numpy()}, dtype=name)
-
-    @classmethod
-    def half(cls, weight: torch.Tensor) -> PackedMatrix:
-        return cls("half", weight.shape[0], weight.shape[1], {"panels": pack_half(weight.half())})
-
-    @classmethod
-    def bfloat(cls, weight: torch.Tensor) -> PackedMatrix:
-        return cls("bfloat", weight.shape[0], weight.shape[1], {"panels": pack_bfloat(weight.bfloat16())})
-
-    @classmethod
-    def blocks(cls, matrices: Sequence[Blocks], in_features: int) -> PackedMatrix:
-        """The rows of all matrices, one after the other."""
-        packed = pack_blocks(matrices)
-        return cls("blocks", packed.out_features, in_features, {"records": packed.records, "segments": packed.segments})
 
 
 class PrivateWeights:

@@ -6,58 +6,18 @@ A class fixes values; which kernel computes them is free as long as only the ord
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from gpu.checkpoint.packed_weights import PackedMatrix
-from gpu.errors import UnsupportedConfiguration
-from kernels.cpu import pairs
+from gpu.checkpoint.packed_matrix import PackedMatrix
+from gpu.numerics import Numerics
 from kernels.cpu.bfloat_matmul import bfloat_matmul, bfloat_rows
 from kernels.cpu.block_matmul import PackedBlocks, block_matmul, block_rows
 from kernels.cpu.half_matmul import half_matmul, half_rows
 from kernels.cpu.quantized_blocks import quantize
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Numerics:
-    """A numeric class. Matrices are `weights`, unless quantized; what flows between layers is `activations`."""
-
-    weights: torch.dtype
-    activations: torch.dtype
-    quantization: str = "none"
-
-    @classmethod
-    def choose(cls, dtype: str, quantization: str, device: torch.device, has_blocks: bool = False) -> Numerics:
-        """For the options --dtype and --quantization. `has_blocks`: the checkpoint has quantized blocks, whole on every rank.
-
-        Raises UnsupportedConfiguration for what `device` does not compute.
-        """
-        on_cpu = device.type == "cpu"
-        if quantization == "auto":
-            quantization = "gguf" if on_cpu and has_blocks and dtype == "auto" else "none"
-        if quantization != "none" and not on_cpu:
-            raise UnsupportedConfiguration(f"--quantization {quantization} is for the CPU; this engine runs on {device.type}")
-        if dtype == "auto":
-            fast = not on_cpu or (quantization == "none" and pairs.is_fast())
-            dtype = "bfloat16" if fast else "float16"
-        weights = DTYPES[dtype]
-        return cls(weights, torch.float32 if on_cpu else weights, quantization)  # CPUs convert as they load, and sum in float32
-
-    @property
-    def packed(self) -> bool:
-        """Matrices are kept in a kernel's own layout."""
-        return self.quantization != "none" or self.weights is not self.activations
-
-    def __str__(self) -> str:
-        name = str(self.weights).removeprefix("torch.")
-        return name if self.quantization == "none" else f"{self.quantization}-{name}"
-
 
 _NO_SEGMENTS = np.zeros((0, 0), np.int64)  # of panels, which are all of one kind
 

@@ -11,8 +11,8 @@ from gpu.checkpoint.weights import Checkpoint
 from gpu.distributed import TensorParallelGroup
 from gpu.models.compiled_layers import CompiledLayers
 from gpu.models.decoder import CausalLM
-from gpu.models.linear import Numerics
 from gpu.models.shards import ShardReader
+from gpu.numerics import Numerics
 
 
 def load_model(

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu.checkpoint.packed_weights import PackedMatrix, PrivateWeights, SharedWeights
+from gpu.checkpoint.packed_matrix import PackedMatrix
+from gpu.checkpoint.packed_weights import PrivateWeights, SharedWeights
 from gpu.checkpoint.weights import Checkpoint
 from gpu.distributed import TensorParallelGroup
 from gpu.errors import CheckpointError
 from gpu.models.layers import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
-from gpu.models.linear import Linear, Numerics, open_linear, pack
+from gpu.models.linear import Linear, open_linear, pack
+from gpu.numerics import Numerics
 from kernels.cpu.quantized_blocks import INT8_BLOCK, join_rows, zeros_like
 
 logger = logging.getLogger(__name__)

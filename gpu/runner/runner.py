@@ -18,8 +18,8 @@ from gpu.distributed import TensorParallelGroup
 from gpu.errors import CheckpointError, UnsupportedConfiguration
 from gpu.machine import compute_threads
 from gpu.models.kv_cache import KVCache
-from gpu.models.linear import DTYPES, Numerics
 from gpu.models.load import load_model
+from gpu.numerics import DTYPES, Numerics
 from gpu.plan import Int32Array, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
 from gpu.runner.core_lock import Cores
 from gpu.runner.cuda_graphs import CudaGraphs, PaddedDecode, capture_sizes

@@ -12,7 +12,7 @@ from gguf.constants import GGMLQuantizationType
 from gpu.checkpoint.weights import open_checkpoint
 from gpu.distributed import TensorParallelGroup
 from gpu.errors import CheckpointError, UnsupportedConfiguration
-from gpu.models.linear import Numerics
+from gpu.numerics import Numerics
 from gpu.runner.runner import ModelRunner
 from gpu.worker import describe, is_permanent, make_runner
 from tests.gpu.checkpoint.gguf_files import write_gguf

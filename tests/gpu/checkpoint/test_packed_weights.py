@@ -10,11 +10,12 @@ import psutil
 import pytest
 import torch
 
-from gpu.checkpoint.packed_weights import MOST_MODELS, PackedMatrix, PrivateWeights, SharedWeights, open_weights, packed_name
+from gpu.checkpoint.packed_matrix import PackedMatrix
+from gpu.checkpoint.packed_weights import MOST_MODELS, PrivateWeights, SharedWeights, open_weights, packed_name
 from gpu.checkpoint.weights import open_checkpoint
 from gpu.distributed import TensorParallelGroup
-from gpu.models.linear import Numerics
 from gpu.models.load import load_model
+from gpu.numerics import Numerics
 from kernels.cpu.quantized_blocks import quantize
 
 CPU = torch.device("cpu")

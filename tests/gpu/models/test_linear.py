@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.models.linear import Numerics, PlainLinear, make_linear
+from gpu.models.linear import PlainLinear, make_linear
+from gpu.numerics import Numerics
 from kernels.cpu import pairs
 
 CPU = torch.device("cpu")

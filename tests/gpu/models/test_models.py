@@ -9,8 +9,8 @@ from gpu.distributed import TensorParallelGroup
 from gpu.errors import CheckpointError
 from gpu.models.attention import AttentionMetadata
 from gpu.models.kv_cache import KVCache
-from gpu.models.linear import Numerics
 from gpu.models.load import load_model
+from gpu.numerics import Numerics
 from tests.gpu.tiny_models import SIZES, VARIANTS, save_model
 
 BLOCK = 16

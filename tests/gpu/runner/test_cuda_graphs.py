@@ -12,8 +12,8 @@ from gpu.checkpoint.weights import DummyCheckpoint, open_checkpoint
 from gpu.distributed import TensorParallelGroup
 from gpu.errors import UnsupportedConfiguration
 from gpu.models.kv_cache import KVCache
-from gpu.models.linear import Numerics
 from gpu.models.load import load_model
+from gpu.numerics import Numerics
 from gpu.plan import NewRequest, SamplingParams, SchedulerOutput
 from gpu.runner import cuda_graphs
 from gpu.runner.cuda_graphs import CudaGraphs, PaddedDecode, Shape, capture_sizes

@@ -8,8 +8,8 @@ from gpu.checkpoint.weights import DummyCheckpoint
 from gpu.distributed import TensorParallelGroup
 from gpu.models.attention import AttentionMetadata
 from gpu.models.kv_cache import KVCache
-from gpu.models.linear import Numerics
 from gpu.models.load import load_model
+from gpu.numerics import Numerics
 from gpu.runner.cuda_graphs import PaddedDecode
 from gpu.runner.input_batch import Step
 from kernels import device as kernel_device
