@@ -89,7 +89,7 @@ class LogConfig:
 
 @dataclass
 class EngineConfig:
-    """What one engine process is started with."""
+    """The configuration of one engine process."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -102,7 +102,7 @@ class EngineConfig:
 
 @dataclass
 class ServeConfig:
-    """Everything on one machine: what `headrace serve` takes."""
+    """The configuration of `headrace serve`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

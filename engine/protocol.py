@@ -1,4 +1,4 @@
-"""What crosses Redis: typed, versioned, compact MessagePack structs. Nothing else is ever put on the bus, and nothing is pickled.
+"""The structs that cross Redis: typed, versioned, compact MessagePack. Nothing else is put on the bus, and nothing is pickled.
 
 Structs are arrays on the wire: fields are only ever appended, each with a default. Columns are little-endian bytes.
 """
@@ -223,7 +223,7 @@ ITERATION_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 81
 
 
 class EngineInfo(msgspec.Struct):
-    """What an engine slot says to API servers and operators."""
+    """The description of an engine for API servers and operators, kept beside its slot."""
 
     slot: str  # "0", "1", ...: the lowest free number at its start
     incarnation: int
@@ -271,7 +271,7 @@ def decode_column(payload: bytes, dtype: type[np.generic] = np.int32) -> NDArray
 
 
 def _reader(kind: type[Struct]) -> Callable[[bytes], Struct]:
-    """A decoder of `kind`. Whatever bytes it gets, it answers or raises msgspec.DecodeError, and nothing else."""
+    """A decoder of `kind`. For any bytes it returns a value or raises msgspec.DecodeError."""
     decode = msgspec.msgpack.Decoder(kind).decode
 
     def read(payload: bytes) -> Struct:

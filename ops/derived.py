@@ -13,19 +13,19 @@ Row = tuple[str, int | str, str]  # setting, value, reason
 
 
 def derived_values(config: ServeConfig, info: EngineInfo, parallel: Mapping[str, str]) -> list[Row]:
-    """Rows (setting, value, reason) of what `info`, an engine of this configuration, was left to settle.
+    """Rows (setting, value, reason) of the settings that an engine of this configuration chose; `info` has its choices.
 
-    parallel: reasons for what the configuration was not given but has by now.
+    parallel: the settings that `serve` chose, with its reasons.
     """
     by_device = f"default on {info.device}"
     rows: list[Row] = [(name, getattr(config.parallel, name), why) for name, why in parallel.items()]
     if config.model.device == "auto":
-        rows.append(("device", info.device, "a GPU is there" if info.device != "cpu" else "no GPU is there"))
+        rows.append(("device", info.device, "there is a GPU" if info.device != "cpu" else "there is no GPU"))
     quantization, _, dtype = info.dtype.rpartition("-")
     if config.model.quantization == "auto":
         rows.append(("quantization", quantization or "none", _quantization_reason(config, info, quantization)))
     if config.model.dtype == "auto":
-        reason = "of what is not quantized" if quantization else f"{by_device}{_cost(dtype)}"
+        reason = "for weights that are not quantized" if quantization else f"{by_device}{_cost(dtype)}"
         rows.append(("dtype", dtype, reason))
     if config.model.max_model_len is None:
         rows.append(("max_model_len", info.max_model_len, "the model's own"))
@@ -38,16 +38,16 @@ def derived_values(config: ServeConfig, info: EngineInfo, parallel: Mapping[str,
     if config.cache.num_gpu_blocks_override is None:
         size = "kv_cache_memory_bytes" if config.cache.kv_cache_memory_bytes else "gpu_memory_utilization"
         each = " in each engine" if config.parallel.data_parallel_size > 1 else ""
-        rows.append(("num_gpu_blocks", info.num_blocks, f"what {size} leaves room for{each}, {info.block_size} tokens each"))
+        rows.append(("num_gpu_blocks", info.num_blocks, f"as many as {size} allows{each}, of {info.block_size} tokens"))
     return rows
 
 
 def _quantization_reason(config: ServeConfig, info: EngineInfo, quantization: str) -> str:
     if quantization:
-        return f"the file's own blocks are fastest on a CPU{_cost(quantization)}; --dtype takes others"
+        return f"the file's own blocks are fastest on a CPU{_cost(quantization)}; --dtype chooses another class"
     if info.device == "cpu" and config.model.dtype != "auto":
         return "dtype is given"
-    return "no quantized blocks that can be used as they are" if info.device == "cpu" else "for CPUs only"
+    return "the file has no quantized blocks that a kernel can use" if info.device == "cpu" else "for CPUs only"
 
 
 def _cost(numeric_class: str) -> str:
@@ -56,7 +56,7 @@ def _cost(numeric_class: str) -> str:
 
 
 def common_values(by_engine: Sequence[Sequence[Row]]) -> list[tuple[str, list[tuple[int | str, str]]]]:
-    """Of each setting, what the engines settled: (value, reason), once where all are of one mind, else of each in their order."""
+    """For each setting the engines' (value, reason): once if all are equal, else one for each engine in their order."""
     settled = []
     for same in zip(*by_engine, strict=True):
         choices = [(value, reason) for _, value, reason in same]

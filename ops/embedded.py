@@ -1,7 +1,7 @@
 """The Valkey server that `serve` starts when no Redis is named, and the data directory that it lives in.
 
-The directory is the instance: its lock is held by the supervisor and, through an inherited descriptor, by the server itself, so
-that two never write the same append-only file, whichever process was killed. `serve.json` tells `headrace ps` where the server is.
+The supervisor holds the directory's lock, and so does the server, through an inherited descriptor. So two servers never write the
+same append-only file, even after one of the processes was killed. `serve.json` tells `headrace ps` where the server is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ READY_POLL_SECONDS = 0.02
 
 @dataclass
 class ServeState:
-    """What a running `serve` says of itself in its data directory."""
+    """The contents of `serve.json`, which a running `serve` keeps in its data directory."""
 
     pid: int
     redis_url: str = ""
@@ -50,7 +50,7 @@ def find_running(data_dir: str) -> ServeState | None:
 
 
 def redis_url(named: str, data_dir: str) -> str:
-    """The Redis that a command means: the one named, else that of the `serve` on this machine. Raises CommandError."""
+    """The Redis of a command: the named one, else that of the `serve` on this machine. Raises CommandError."""
     if named:
         return str(parse_redis_url(named))
     state = find_running(data_dir)

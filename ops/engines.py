@@ -77,7 +77,7 @@ class Engines:
         self._are_up = True
 
     async def infos(self) -> list[EngineInfo]:
-        """What those that live say of themselves."""
+        """The descriptions of the engines that live."""
         with Bus(self._config.redis.redis_url) as bus:
             found = [await asyncio.to_thread(engine_of_process, bus, child.pid or 0) for child in self._children]
         return [info for info in found if info is not None]
@@ -110,19 +110,19 @@ class Engines:
             log.info("%s is ready again", name)
 
     async def _fail_requests(self, name: str, ended: Exit) -> None:
-        """End what the dead engine had in flight at once: nobody needs to wait for its heartbeat to lapse."""
+        """End the requests that the dead engine had in flight, without waiting for its heartbeat to lapse."""
         try:
             why = f"the engine died: {ended}"
             failed = await asyncio.to_thread(fail_engine_of_process, self._config.redis.redis_url, ended.pid, why)
-        except Exception as error:  # Redis away: whoever sees the heartbeat missing ends them
+        except Exception as error:  # Redis is away: an observer of the heartbeat ends them later
             log.warning("the dead engine's requests could not be ended at once: %s", error)
         else:
             if failed:
-                log.warning("%s had %d requests in flight when it died; they were ended", name, failed)
+                log.warning("%s died with %d requests in flight; they ended with an error", name, failed)
 
 
 def engine_of_process(bus: Bus, pid: int) -> EngineInfo | None:
-    """What the engine that runs, or has just run, as process `pid` of this machine says of itself."""
+    """The description of the engine that runs, or has just run, as process `pid` of this machine."""
     host = socket.gethostname()
     infos = (info for model in bus.run(leases.models()) for info in bus.run(leases.engines(model)))
     return next((info for info in infos if (info.pid, info.host) == (pid, host)), None)

@@ -1,4 +1,4 @@
-"""What a command tells its user in one line, without a traceback."""
+"""Errors that a command shows to its user in one line, without a traceback."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 class CommandError(Exception):
-    """A command cannot go on for a reason its user can mend. The message is the line that is shown."""
+    """A command cannot go on, for a reason that its user can mend. The message is the line that is shown."""
 
     exit_code = 1
 

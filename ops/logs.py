@@ -47,18 +47,18 @@ def configure_logging(config: LogConfig, role: str) -> None:
 
 
 def begin_logging(resolved: Resolved, role: str) -> None:
-    """Configure this process's logs, and tell which environment variables were ignored."""
+    """Configure this process's logs, and warn about environment variables that were ignored."""
     configure_logging(resolved.config.log, role)
     if resolved.ignored:
         logger.warning(
-            "ignored, because they tell of a service named headrace and are no settings: %s "
+            "these variables are ignored, because Kubernetes sets them for a service named headrace: %s "
             "(`enableServiceLinks: false` keeps them out of a pod)",
             ", ".join(resolved.ignored),
         )
 
 
 def _log_unraisable(ignored: sys.UnraisableHookArgs) -> None:
-    """What Python would print by itself: an exception that nobody can catch, such as a signal's that met a finalizer."""
+    """Log an exception that no code can catch, such as one raised by a signal handler during a finalizer."""
     caught = (ignored.exc_type, ignored.exc_value, ignored.exc_traceback) if ignored.exc_value is not None else None
     logger.warning("%s: %r", ignored.err_msg or "exception ignored in", ignored.object, exc_info=caught)
 
@@ -84,7 +84,7 @@ class _StderrHandler(logging.StreamHandler[IO[str]]):
 
 
 class _JsonFormatter(logging.Formatter):
-    """Lines of ASCII, whatever encoding stderr has."""
+    """Lines of ASCII, which every encoding of stderr can write."""
 
     def __init__(self, role: str) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         extra = "".join(f"  {key}={value}" for key, value in record.__dict__.items() if key not in _STANDARD)
-        line = f"{clock} {self._role:<7} {record.levelname.lower():<7} {record.getMessage()}{extra}"
+        line = f"{clock} {self._role:<11} {record.levelname.lower():<7} {record.getMessage()}{extra}"
         if record.exc_info:
             line += "\n" + "".join(traceback.format_exception(*cast(Any, record.exc_info))).rstrip()
         return line

@@ -1,4 +1,4 @@
-"""What is checked and settled about a model before any process is started for it."""
+"""Checks the configuration and settles the model before any process is started."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ DEMO_NAME = "SmolLM2-135M-Instruct"
 
 
 def check(config: ServeConfig) -> None:
-    """What can be told to be wrong before anything is started. Raises SettingError."""
+    """Raises SettingError for a setting that is wrong with any model."""
     if not config.model.model:
-        raise SettingError("no model: give a safetensors directory, a .gguf file, or `demo`")
+        raise SettingError("no model is given: name a safetensors directory, a .gguf file, or `demo`")
     if config.model.model != "demo" and config.model.load_format != "null":
         try:
             find_model(config.model.model)
@@ -31,21 +31,21 @@ def check(config: ServeConfig) -> None:
         ("max-num-batched-tokens", config.scheduler.max_num_batched_tokens),
     ):
         if value is not None and value < 1:
-            raise SettingError(f"--{name} must be at least 1, not {value}")
+            raise SettingError(f"--{name} must be at least 1, got {value}")
     for name, value in (
         ("data-parallel-size", config.parallel.data_parallel_size),
         ("data-parallel-rank", config.parallel.data_parallel_rank),
     ):
         if value < 0:
-            raise SettingError(f"--{name} must not be negative, as {value} is")
+            raise SettingError(f"--{name} must not be negative, got {value}")
     if 0 < config.parallel.data_parallel_size <= config.parallel.data_parallel_rank:
         raise SettingError("--data-parallel-rank counts from 0 and must be less than --data-parallel-size")
     if any(size < 1 for size in config.model.cuda_graph_sizes):
         raise SettingError("--cuda-graph-sizes must each be at least 1")
     if config.parallel.distributed_executor_backend == "uni" and config.parallel.tensor_parallel_size > 1:
-        raise SettingError("--distributed-executor-backend uni runs one rank; --tensor-parallel-size above 1 needs mp")
+        raise SettingError("--distributed-executor-backend uni runs one rank only; --tensor-parallel-size above 1 needs mp")
     if not 0 < config.cache.gpu_memory_utilization <= 1:
-        raise SettingError(f"--gpu-memory-utilization is a share above 0 and up to 1, not {config.cache.gpu_memory_utilization}")
+        raise SettingError(f"--gpu-memory-utilization must be above 0 and at most 1, got {config.cache.gpu_memory_utilization}")
     if config.api.api_key:
         from api.errors import ConfigurationError
         from api.http.auth import KeyRing

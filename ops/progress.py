@@ -1,4 +1,4 @@
-"""What a person sees while a server comes up: a bar on a terminal, a log line a phase elsewhere."""
+"""The display while a server starts: a bar on a terminal, elsewhere a log line for each phase."""
 
 from __future__ import annotations
 

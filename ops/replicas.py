@@ -37,7 +37,7 @@ class Replicas:
         self._settle_threads()
 
     def environment(self, number: int) -> dict[str, str]:
-        """What engine `number` of several has beside the others' variables: its number, and GPUs of its own."""
+        """The variables of engine `number` of several that the others do not have: its number, and its own GPUs."""
         if self._parallel.data_parallel_size == 1:
             return {}
         rank = {SETTINGS["data_parallel_rank"].variable: str(number)}

@@ -22,13 +22,13 @@ from ops.settings import shown
 
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")  # what the id of an answer puts before the request's
 LOOK_SECONDS = 0.5  # between looks at records whose engine has not answered: it may have died
-# marks of a request's way and what it does until the next one
+# marks on a request's way, and its state until the next one
 MARKS = (
     ("enqueued", "waits in Redis"),
     ("received", "waits in the engine"),
     ("scheduled", "prompt is computed"),
     ("first_token", "output is computed"),
-    ("last_token", "is ended"),
+    ("last_token", "ends"),
     ("finished", ""),
 )
 
@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Aborted:
-    """What became of a request that was told to end."""
+    """The outcome of an abort."""
 
     id: str
     state: str  # "ended": over, its blocks are free; "already ended"; "unconfirmed": nobody answered in time
@@ -79,7 +79,7 @@ def models(bus: Bus, model: str | None) -> list[str]:
     for name in known:
         if any(model in info.served_names for info in bus.run(leases.engines(name))):
             return [name]
-    raise CommandError(f"no model `{model}`; there is {', '.join(known) or 'none'}")
+    raise CommandError(f"there is no model `{model}`; Redis knows {', '.join(known) or 'none'}")
 
 
 def engines(bus: Bus, model: str | None) -> list[EngineInfo]:
@@ -105,7 +105,7 @@ def find(bus: Bus, request_id: str, model: str | None) -> list[Request]:
         Request(name, record) for name in models(bus, model) for each in spellings for record in bus.run(records.find(name, each))
     ]
     if not found:
-        raise CommandError(f"no request `{request_id}`; records of ended ones are kept for --record-retention seconds")
+        raise CommandError(f"there is no request `{request_id}`; records of ended requests are kept for --record-retention seconds")
     return sorted(found, key=lambda request: -request.record.enqueued)
 
 

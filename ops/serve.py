@@ -169,7 +169,7 @@ class _Serve:
 
 
 async def _forget_gauges(directory: str | None, ended: Exit) -> None:
-    """What an API server that died had in hand counts no more; what it had counted stays."""
+    """Open requests of an API server that died count no more. Its counters stay."""
     if directory is not None:
         mark_process_dead(ended.pid, directory)  # type: ignore[no-untyped-call]
 

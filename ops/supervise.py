@@ -1,7 +1,7 @@
 """Keeps child processes running: started, watched, restarted with backoff when they die, stopped in order.
 
-Each child dies with this process (ops/parent_death.py) and leads a session of its own: a Ctrl-C in the terminal reaches the
-supervisor alone, and whatever a child has started can be killed with it.
+Each child dies with this process (ops/parent_death.py) and leads a session of its own: a Ctrl-C in the terminal reaches
+the supervisor alone, and all processes that a child has started can be killed with it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def numbered(name: str, count: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Command:
-    """What a child runs. `ready` returns once the process answers; without it the child says so itself on its progress pipe."""
+    """The command of a child. `ready` returns once the process answers; without it the child reports that on its progress pipe."""
 
     name: str
     arguments: list[str]
@@ -125,7 +125,7 @@ class Child:
                     return
                 raise failure
             delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** (deaths - 1))
-            log.warning("%s died (%s); starting it again in %g s", self.name, ended, delay)
+            log.warning("%s died (%s); restarting it in %g s", self.name, ended, delay)
             await asyncio.sleep(delay)
 
     def _failure(self, ended: Exit, was_ready: bool, deaths: int) -> ChildFailed | None:
@@ -222,7 +222,7 @@ class Child:
 
 
 def _said(line: str) -> str:
-    """What a line of a log says: a JSON record's message, else the line itself."""
+    """The message of a log line: that of a JSON record, else the line itself."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -240,7 +240,7 @@ class Supervisor:
         self._forced: signal.Signals | None = None
 
     async def run(self, bring_up: Coroutine[Any, Any, None]) -> int:
-        """Run until a signal and return the exit status, or raise what `bring_up` or a child failed with. No child is left.
+        """Run until a signal and return the exit status, or raise the failure of `bring_up` or of a child. No child is left.
 
         SIGTERM and SIGHUP end in status 0, SIGINT in 130 so that a shell's loop stops too; a second signal kills and ends
         in 128 + its number.
@@ -252,7 +252,7 @@ class Supervisor:
         bringing_up.add_done_callback(self._on_done)
         try:
             asked = await self._over
-            log.info("%s: stopping; once more to kill", asked.name)
+            log.info("%s: stopping in order; a second signal kills", asked.name)
         finally:
             bringing_up.cancel()
             await self._stop()

@@ -1,4 +1,4 @@
-"""What people see of requests and engines: tables on a terminal, whole lines in a pipe."""
+"""Requests and engines as people read them: tables on a terminal, whole lines in a pipe."""
 
 from __future__ import annotations
 

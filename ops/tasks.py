@@ -36,7 +36,7 @@ def _unless_redis_is_away(work: Callable[[Bus], int]) -> Callable[[], int]:
         try:
             return work(process_bus())
         except BusUnavailable as error:
-            logger.warning("Redis is away, %s waits: %s", work.__name__, error)
+            logger.warning("Redis is away, %s waits for its next run: %s", work.__name__, error)
             return 0
 
     del task.__wrapped__  # Celery would read the signature with the bus off it
@@ -46,7 +46,7 @@ def _unless_redis_is_away(work: Callable[[Bus], int]) -> Callable[[], int]:
 @app.task
 @_unless_redis_is_away
 def reap_api_servers(bus: Bus) -> int:
-    """End the requests of API servers that are gone: nobody listens, so nothing need be computed. Returns how many were told to."""
+    """End the requests of API servers that are gone, because no client waits for them. Returns how many."""
     reaped = 0
     for model in bus.run(leases.models()):
         clients = filter(None, bus.run(maintenance.clients(model)))
@@ -60,7 +60,7 @@ def reap_api_servers(bus: Bus) -> int:
 @app.task
 @_unless_redis_is_away
 def fail_dead_engines(bus: Bus) -> int:
-    """End what dead engines had in flight: those of an empty slot, and the predecessors of a living one. Returns how many."""
+    """End the requests of dead engines: of an empty slot, and of the predecessors of a living engine. Returns how many."""
     failed = 0
     for model in bus.run(leases.models()):
         look = bus.run(leases.observe(model))
@@ -76,7 +76,7 @@ def fail_dead_engines(bus: Bus) -> int:
 @app.task
 @_unless_redis_is_away
 def expire_records(bus: Bus) -> int:
-    """Tidy the indexes of what has run out by itself. Returns how many records were forgotten."""
+    """Remove expired records from the indexes. Returns how many."""
     forgotten = 0
     today = datetime.fromtimestamp(bus.run(redis_time()), UTC).date()
     for model in bus.run(leases.models()):

@@ -1,4 +1,4 @@
-"""What `headrace usage` shows: requests and tokens by day, model and tenant."""
+"""The rows of `headrace usage`: requests and tokens by day, model and tenant."""
 
 from __future__ import annotations
 

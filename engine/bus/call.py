@@ -1,4 +1,4 @@
-"""What is sent to Redis, as values: `Call` (one script or a pipeline of plain commands, and how to read the answer) and `Script`.
+"""Values for everything that is sent to Redis: `Call` (a script or plain commands, and how to read the answer) and `Script`.
 
 A call does no I/O, so that the blocking and the asyncio bus share every operation. Calls may be sent twice: where an answer is lost
 on the way, the bus sends the same call again.
@@ -26,7 +26,7 @@ WITHOUT_MEMORY = frozenset(
 
 
 class BusUnavailable(Exception):
-    """Redis is away, loading, out of memory or read-only, and was so for as long as the bus is patient."""
+    """Redis is away, loading, out of memory or read-only, for longer than the bus waits."""
 
 
 class UnfitRedis(Exception):
@@ -34,7 +34,7 @@ class UnfitRedis(Exception):
 
 
 class Fenced(Exception):
-    """The slot is held by another incarnation, or by none: drop everything and start again."""
+    """Another incarnation holds the slot, or none does: the engine must drop everything and start again."""
 
 
 def milliseconds(seconds: float) -> int:
@@ -43,7 +43,7 @@ def milliseconds(seconds: float) -> int:
 
 
 def seconds_of(answer: Sequence[bytes]) -> float:
-    """What TIME answered, in epoch seconds."""
+    """The answer of TIME in epoch seconds."""
     seconds, microseconds = answer
     return int(seconds) + int(microseconds) / 1e6
 

@@ -1,7 +1,7 @@
 """The way to Redis: `Bus` (blocking, any thread) and `AsyncBus` (asyncio) run calls; subscriptions listen.
 
-Both send a call again, with backoff, while Redis is away or loads, and raise BusUnavailable when their patience ends. That is right
-because every call may be sent twice.
+Both send a call again, with backoff, while Redis is away or loads, and raise BusUnavailable when their patience ends. They may,
+because every call is safe to send twice.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _options(timeout: float) -> dict[str, Any]:
 
 
 def _translate(error: Exception) -> Exception:
-    """What an error of redis-py means to the callers of the bus."""
+    """An error of redis-py as the callers of the bus know it."""
     message = _message(error)
     if isinstance(error, ResponseError) and message.startswith("FENCED"):
         return Fenced(message)

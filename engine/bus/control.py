@@ -62,5 +62,5 @@ def read_control(
 
 
 def publish(channel: str, payload: bytes) -> Call[int]:
-    """A hint or a reply, to whoever listens now; the number of listeners."""
+    """A hint or a reply to the present listeners of a channel. Returns how many there are."""
     return Call(lambda answers: int(answers[0]), commands=(("PUBLISH", channel, payload),))

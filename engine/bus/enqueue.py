@@ -1,4 +1,4 @@
-"""The way in: `enqueue`, what it is told and how it refuses."""
+"""`enqueue`, which puts requests into the queue: its arguments, its limits and its refusals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_EXACT = 2**53  # Lua's numbers are doubles
 
 @dataclass(frozen=True)
 class RequestFacts:
-    """What the record shall say of a request that its engine needs not know."""
+    """Facts about a request for its record, which its engine does not need."""
 
     external_id: str  # the id that the client knows it by; several requests may share one
     endpoint: str = ""

@@ -106,7 +106,7 @@ def slots(model: str) -> str:
 
 
 def slot(model: str, slot: str = "") -> str:
-    """String with a time to live: the incarnation that holds the slot. Absent: nobody does. Without a slot: the prefix."""
+    """String with a time to live: the incarnation that holds the slot. Absent: the slot is free. Without a slot: the prefix."""
     return _of(model, f"slot:{slot}")
 
 

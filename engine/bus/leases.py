@@ -1,4 +1,4 @@
-"""Who is alive: engine slots and API servers, each a key with a time to live; and who may say that one is dead."""
+"""Signs of life of engines and API servers, keys with a time to live, and the observer that may declare an engine dead."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ClaimedSlot(NamedTuple):
 
 
 def check_server() -> Call[None]:
-    """Raises UnfitRedis. Whoever comes to Redis anew (`claim_slot`, `announce_api`) checks it too."""
+    """Raises UnfitRedis. `claim_slot` and `announce_api` check it too."""
     return Call(lambda answers: _check_version(answers[0]), commands=(_INFO,))
 
 
@@ -197,8 +197,10 @@ def observe(model: str) -> Call[Observation]:
 
 @dataclass
 class DeathWatch:
-    """Declares an engine dead that has requests in flight and whose heartbeat was missing for a whole time to live, all of which
-    this observer itself saw Redis up. Give it an observation at least once a time to live, and `lost_contact` when one fails.
+    """Declares an engine dead that has requests in flight and no heartbeat for a whole time to live.
+
+    This observer must itself have seen Redis up for all of that time. Give it an observation at least once a time to live, and call
+    `lost_contact` when one fails.
     """
 
     ttl: float = SLOT_TTL  # seconds
@@ -217,6 +219,6 @@ class DeathWatch:
         return [DeadEngine(slot, observation.last_incarnation) for slot in sorted(dead)]
 
     def lost_contact(self) -> None:
-        """Redis was away, or nobody looked: what was missing may have been there."""
+        """Redis was away, or no observation came: a heartbeat that seemed missing may have been there."""
         self._missing_since.clear()
         self._last_look = None

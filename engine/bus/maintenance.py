@@ -59,7 +59,7 @@ def requests_of(model: str, incarnations: frozenset[str], most: int = 2000) -> C
 
 
 def forget_records(model: str) -> Call[int]:
-    """Take ended requests whose records have run out off the index; how many."""
+    """Remove ended requests whose records have expired from the index. Returns how many."""
 
     def page(forgotten: int) -> Call[int]:
         def look(answers: list[Any]) -> int | Call[int]:
@@ -80,7 +80,7 @@ def forget_records(model: str) -> Call[int]:
 
 
 def forget_api_servers(silence: float) -> Call[int]:
-    """Take API servers without a heartbeat, last heard of more than `silence` seconds ago, off the index; how many."""
+    """Remove API servers without a heartbeat, last heard of more than `silence` seconds ago, from the index. Returns how many."""
 
     def look(answers: list[Any]) -> Call[int]:
         names = [name.decode() for name in answers[0]]

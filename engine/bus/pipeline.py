@@ -1,7 +1,7 @@
 """One connection to Redis that many tasks use at once: their commands go out as they come, the answers come back in that order.
 
-A connection of a pool belongs to one task from its command to the answer, and each task pays for its own write, its own read and
-its own timeout. Here all commands of one turn of the event loop are one write, and their answers mostly one read.
+A pooled connection belongs to one task from its command to the answer, so that each task pays for its own write, read and timeout.
+Here all commands of one turn of the event loop are one write, and their answers mostly one read.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from engine.bus.resp import Answers, pack
 
 
 class Line(asyncio.Protocol):
-    """Made by `open_line`. Once closed, by whatever cause, it stays so: what waits for an answer gets a ConnectionError, or a
-    TimeoutError where Redis was silent for `timeout` seconds, and who wants to go on opens another. For short commands only: one
-    that Redis holds back holds back all that follow."""
+    """Made by `open_line`. Once closed, it stays closed, and the caller opens another.
+
+    A caller that waits then gets a ConnectionError, or a TimeoutError if Redis was silent for `timeout` seconds. For short commands
+    only: one that Redis holds back delays all that follow.
+    """
 
     def __init__(self, connection: Any, timeout: float) -> None:
         """`connection`: an open one of redis-py, which is spoken to without it from now on."""

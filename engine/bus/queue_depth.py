@@ -1,4 +1,4 @@
-"""How much waits and runs for a model."""
+"""The numbers of requests that wait or run for a model."""
 
 from __future__ import annotations
 

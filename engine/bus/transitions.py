@@ -1,4 +1,4 @@
-"""The ledger's calls: who runs a request, what came of it, how it ends. One script each (engine/bus/lua), all or nothing."""
+"""The ledger's calls: an engine takes requests, publishes their outputs, ends them. One script each, all or nothing."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def flush(
 
 
 def _last_fields(request: EndedRequest) -> dict[str, Argument]:
-    """What the end of a request puts into its record."""
+    """The record's fields at the end of a request."""
     error: dict[str, Argument] = {} if request.error is None else {"error": request.error}
     return {
         "reason": str(request.reason),
@@ -148,7 +148,7 @@ class FinishOutcome:
 def finish(
     model: str, request_id: str, command: Abort, error: str | None = None, retention: float = RECORD_RETENTION
 ) -> Call[FinishOutcome]:
-    """End a request in whatever state it is. An unknown id leaves a tombstone, so that the request is refused when it comes late.
+    """End a request in any state. An unknown id leaves a tombstone, so that the request is refused when it comes late.
 
     With a choice (>= 0) of a request of several choices that still waits, nothing happens: what has no output needs no stop.
     """
@@ -174,10 +174,10 @@ def finish(
 
 
 def fail_engine(model: str, slot: str, incarnation: int, error: str, retention: float = RECORD_RETENTION) -> Call[int]:
-    """End, with an error, what the slot's engines up to `incarnation` had in flight; how many requests that were.
+    """End the requests that the slot's engines up to `incarnation` had in flight, with an error. Returns how many.
 
-    Refuses (0) while the slot is held by one of these incarnations: who saw the process exit releases its slot first. Bounded
-    batches follow one another.
+    Refuses (0) while one of these incarnations holds the slot: a supervisor that saw the process exit releases its slot first.
+    Bounded batches follow one another.
     """
 
     def batch(start: str, failed: int) -> Call[int]:

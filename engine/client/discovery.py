@@ -1,4 +1,4 @@
-"""Who is alive: models, their engines, and the engines that an observer may declare dead."""
+"""Models with their live engines, and the engines that this observer may declare dead."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModelHandle:
 
 
 class Directory:
-    """What Redis says of models and engines, refreshed by its owner; never older than the owner's last successful `refresh`."""
+    """Models and engines as Redis knew them at the owner's last successful `refresh`."""
 
     def __init__(self, bus: AsyncBus, clock: Callable[[], float]) -> None:
         self.models: dict[str, ModelHandle] = {}  # by served name
@@ -65,7 +65,7 @@ class Directory:
         self.models, self.engines, self.redis_up = served, everyone, True
 
     async def fail_dead_engines(self) -> int:
-        """End the requests of engines whose heartbeat was missing for a whole time to live while Redis was up; how many ended.
+        """End the requests of engines that had no heartbeat for a whole time to live while Redis was up. Returns how many.
 
         Raises BusUnavailable.
         """
@@ -79,7 +79,7 @@ class Directory:
         return failed
 
     def lost_contact(self) -> None:
-        """Redis was away: nobody can be declared dead for what was not seen."""
+        """Redis was away: no engine may be declared dead for a heartbeat that could not be seen."""
         self.redis_up = False
         for watch in self._watches.values():
             watch.lost_contact()

@@ -1,4 +1,4 @@
-"""What an engine may run at once: defaults by device, and the fit of the KV cache to memory and context length."""
+"""The limits of an engine: defaults by device, and the fit of the KV cache to memory and context length."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from gpu.plan import SchedulerOutput
 
 
 class Unrunnable(ValueError):
-    """A request that this engine cannot run whatever else goes on; the text says why."""
+    """A request that this engine can never run; the text says why."""
 
 
 class EngineCore:

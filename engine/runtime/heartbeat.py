@@ -1,7 +1,8 @@
 """The engine's heartbeat: it stands for a loop that makes progress, not for a process that exists.
 
 Every half second the slot's time to live is renewed, with the live snapshot, as long as the step in progress is younger than ten
-times its forecast. A loop that hangs falls silent, and whoever watches declares it dead. Redis answers with its time, by which the
+times its forecast. A loop that hangs falls silent, and an observer
+declares its engine dead. Redis answers with its time, by which the
 engine sets its clock.
 """
 
@@ -60,7 +61,7 @@ class Heartbeat:
             logger.warning("the slot could not be given back, it will expire: %s", error)
 
     def publish(self, stats: EngineStats, progress: dict[str, int]) -> None:
-        """Called by the loop: what the next beats say."""
+        """Called by the loop: the contents of the next beats."""
         self.info.stats, self.info.progress = stats, progress
         self.wants_snapshot = False
 

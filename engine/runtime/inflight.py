@@ -1,4 +1,4 @@
-"""What an engine holds of each request it took: its source, its choices and how they ended, what its record needs in the end."""
+"""The requests that an engine took: their source, their choices and ends, and the output for their records."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class HeldRequests:
         return self._held.get(request_id)
 
     def of(self, request: Request) -> HeldRequest:
-        """What holds a choice that has not been closed."""
+        """The held request of a choice that has not been closed."""
         return self._held[request.request_id]
 
     def all(self) -> list[HeldRequest]:

@@ -1,4 +1,4 @@
-"""What comes from Redis, on two threads: requests, as many as can soon run, and control commands.
+"""Two threads that read from Redis: requests, as many as can soon run, and control commands.
 
 Pub/sub only rings a bell; the stream and the order set are the truth, and are looked at several times a second without any bell.
 """
@@ -55,7 +55,7 @@ class Intake:
         self.closed = False  # for good: the engine stops
         self.wants_room = False  # there was no room at the last look: `ring` when there is some
         self._num_taken = 0
-        self._places_said = 0  # what others think that this engine could still run
+        self._places_said = 0  # places that this engine last told the others
         self._unanswered: Call[list[Taken]] | None = None  # a take whose answer was lost: it may own requests already
         self._bus = bus
         self._model, self._slot, self._incarnation = model, slot, incarnation

@@ -1,4 +1,4 @@
-"""The engine's life: take in what came, step, give out what came of it, until told to stop.
+"""The engine's main loop: take requests and commands in, step, give outputs out, until told to stop.
 
 The core runs on the main thread. Around it: `Intake` (requests and control commands from Redis), `Publisher` (outputs to Redis) and
 `Heartbeat`, each a thread; they meet the core only through two queues and a snapshot.
@@ -30,7 +30,7 @@ IDLE_SECONDS = 0.25  # how often an idle engine looks after its workers
 
 
 class EngineLoop:
-    """Owns the core and what it holds. `run` returns after `stop`, or raises what made going on impossible."""
+    """Owns the core and the requests that it holds. `run` returns after `stop`, or raises the error that ended it."""
 
     def __init__(self, core: EngineCore, model: str, clients: list[str]) -> None:
         self.core = core
@@ -136,7 +136,7 @@ class EngineLoop:
                 self._close(request, events)
 
     def _obey(self, command: ControlCommand, events: StepEvents) -> None:
-        """What a command asks for, whatever it is, is never the engine's end."""
+        """No command ends the engine: one that fails is answered with its error."""
         try:
             if isinstance(command, Abort):
                 self._abort(command, events)

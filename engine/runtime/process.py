@@ -172,7 +172,7 @@ def describe(info: EngineInfo) -> str:
 
 
 def tokenizer_bundle(config: EngineConfig) -> TokenizerBundle:
-    """What API servers need of the model's files. Raises CheckpointError."""
+    """The parts of the model's files that API servers need. Raises CheckpointError."""
     files = load_tokenizer_files(config.model.model)
     return TokenizerBundle(
         tokenizer_json=files.tokenizer_json,

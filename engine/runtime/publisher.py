@@ -1,6 +1,6 @@
-"""What a step gives to the world, on its own thread: outputs by API server, ended requests into their records, answers to askers.
+"""The thread that sends a step's events to Redis: outputs by API server, records of ended requests, replies to commands.
 
-One flush a step, whatever the batch size. While Redis is away the queue in front of this thread fills, and then the engine pauses.
+One flush a step, for all of its requests. While Redis is away the queue in front of this thread fills, and then the engine pauses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAUSE_SECONDS = 0.25  # between looks at whether a paused engine was told to sto
 
 @dataclass
 class StepEvents:
-    """What happened in one step, or between two."""
+    """The events of one step, or of the time between two steps."""
 
     outputs: StepOutputs | None = None  # its columns
     logprobs: list[tuple[int, OutputLogprobs]] = field(default_factory=list)  # index of the client, what it is told
@@ -50,7 +50,7 @@ class StepEvents:
 
 
 class Publisher:
-    """The queue of events and the thread that flushes them. `failed` is called with what stopped the thread (Fenced, or a bug)."""
+    """The queue of events and the thread that flushes them. `failed` is called with the error that stopped the thread."""
 
     def __init__(
         self,

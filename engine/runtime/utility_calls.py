@@ -1,4 +1,4 @@
-"""Named calls into a running engine, for operators: what a `Utility` command may ask for."""
+"""Named calls into a running engine, for operators: the names of `Utility` commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class UtilityFailed(Exception):
 
 
 def run_utility(loop: EngineLoop, command: Utility) -> ControlReply:
-    """Run it on the loop's thread; whatever goes wrong is the answer, never the engine's end."""
+    """Run it on the loop's thread; an error becomes the answer, and never ends the engine."""
     call = UTILITIES.get(command.name)
     if call is None:
         return ControlReply(command.token, ok=False, error=f"There is no utility call {command.name!r}.")

@@ -1,4 +1,4 @@
-"""KV blocks: who holds which, which of the free ones still answer a prefix, and which free one is given out next."""
+"""KV blocks: their holders, the free blocks that still answer a prefix, and the order in which free blocks are given out."""
 
 from __future__ import annotations
 

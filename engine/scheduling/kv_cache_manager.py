@@ -1,4 +1,4 @@
-"""KV of requests: how much of one the prefix cache answers, the blocks it holds, and when its blocks become findable."""
+"""The KV of requests: prefix cache hits, the blocks that a request holds, and when its blocks enter the cache."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class KVCacheManager:
     """The one owner of blocks: every allocation and every free goes through here.
 
     A block enters the prefix cache when the step that wrote it has returned. Until then a full prompt block is only *announced*:
-    a request of the same or the next step may share it, because workers execute steps in order and write all KV of a layer
-    before any row of the step reads it. So duplicates that come together compute their prompt once.
+    a request of the same or the next step may share it. Workers execute steps in order, and write all KV of a layer before
+    any row of the step reads it. So duplicates that come together compute their prompt once.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
@@ -102,12 +102,12 @@ class KVCacheManager:
             self.pool.publish(request.block_ids[index], request.block_hashes[index])
 
     def distrust(self, request: Request) -> None:
-        """What a failed request holds may be wrong (NaN), and answers nobody from now on."""
+        """The KV of a failed request may be wrong (NaN): from now on it answers no prefix."""
         self.pool.forget(request.block_ids)
         self.revoke(request)
 
     def revoke(self, request: Request) -> None:
-        """Steps that are out write the request's blocks from KV that is not to be trusted: nobody may share them any more."""
+        """Steps that are out write the request's blocks from KV that is not to be trusted: no request may share them any more."""
         blocks = set(request.block_ids)
         for announced in self._announced_in.values():
             revoked = [digest for digest in announced if self._announced[digest] in blocks]

@@ -122,7 +122,7 @@ class RowTable:
         self._num_running -= 1
 
     def close(self, row: int) -> None:
-        """Whatever steps that are out still bring for this row counts for nothing."""
+        """Outputs that steps that are out still bring for this row are dropped."""
         self.closed[row] = True
         self.next_border[row] = _NEVER
 

@@ -1,4 +1,4 @@
-"""Who comes first: the order of waiting and running requests under a scheduling policy."""
+"""The order of waiting and running requests under a scheduling policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live requests and what they hold: every change of state (wait, run, preempted, ended) and every give-back of rows and blocks."""
+"""Live requests and their rows and blocks: every change of state (wait, run, preempted, ended) and every give-back."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class LiveRequests:
         self._release_or_defer(request)
 
     def drop_output(self, request: Request) -> None:
-        """Of a request that has a row: what steps that are out still answer is dropped, and what they write is for nobody to share,
+        """Of a request that has a row: outputs of steps that are out are dropped, and no request may share the blocks that they write,
         because the KV that they read is not to be trusted."""
         self._rows.close(request.row)
         self._kv.revoke(request)
@@ -108,7 +108,7 @@ class LiveRequests:
         stop_reason: int | str | None = None,
         error: str | None = None,
     ) -> None:
-        """End a live request in whatever state. `keep` >= 0 cuts its output to that many tokens."""
+        """End a live request in any state. `keep` >= 0 cuts its output to that many tokens."""
         row, was_running = request.row, request.status is RequestStatus.RUNNING
         if row >= 0:
             self._take_tokens(request)

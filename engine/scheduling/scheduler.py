@@ -1,4 +1,4 @@
-"""The scheduler: which tokens of which requests the next step computes, and what the step's outputs mean for them.
+"""The scheduler: it plans the tokens that the next step computes, and takes the outputs of steps in.
 
 No prefill and no decode phase: each request has tokens, some of them computed, and a step computes more. Running requests come
 first, then waiting ones, under one token budget. Plain synchronous code without I/O or a clock. Its time goes with what changed
@@ -42,8 +42,8 @@ class BlockedAdmission(NamedTuple):
 class Scheduler:
     """`schedule()`, run the plan, `update_from_output()`, in this order; `add_request` and `finish` at any time between.
 
-    One step may be planned ahead: `schedule()` is allowed while one earlier plan is out. What a step that is out may still write
-    (blocks, rows) is given back only when it has returned.
+    One step may be planned ahead: `schedule()` is allowed while one earlier plan is out. A step that is out may still
+    write blocks and rows: they are given back when it has returned.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Scheduler:
         self.live = LiveRequests(config.scheduling_policy, max_model_len, self.rows, self.waiting, self.kv)
         self.statistics = SchedulerStatistics()
         self.blocked: BlockedAdmission | None = None
-        self._short_of_blocks = False  # the last plan left somebody waiting for blocks; read by another thread
+        self._short_of_blocks = False  # the last plan left requests waiting for blocks; read by another thread
         self._watermark_blocks = int(config.watermark * self.kv.pool.num_usable)
         self._step = 0
         self._steps_out: deque[PlannedStep] = deque()
@@ -96,7 +96,7 @@ class Scheduler:
         error: str | None = None,
         now: float = 0.0,
     ) -> None:
-        """End a choice, or all (-1), in whatever state, as far as they live. Later output of them is dropped. `keep` >= 0 cuts the
+        """End a choice, or all (-1), in any state, as far as they live. Later output of them is dropped. `keep` >= 0 cuts the
         output to that many tokens. As all ends do, these come in the outputs of the step that frees their blocks."""
         for request in self.live.find(request_id, choice):
             self.live.end(request, reason, now, keep, stop_reason, error)
@@ -214,7 +214,7 @@ class Scheduler:
         return num_kept
 
     def _soon_free(self, row: int, num_blocks: int, alone: bool) -> bool:
-        """A step that is out will free what a row lacks, so that preempting (or ending) anybody would be rash. A row that is alone
+        """A step that is out will free the blocks that a row lacks, so that no request need be preempted. A row that is alone
         waits for anything that may still come, its own last token included."""
         if alone:
             return self.live.any_deferred or self.live.is_out(row)
@@ -266,7 +266,7 @@ class Scheduler:
         return True
 
     def _note_first_admission(self, request: Request, num_cached: int, now: float) -> None:
-        """What the prefix cache gives counts here only, so that a preempted request does not look like cached traffic."""
+        """A prefix hit counts here only, so that a preempted request does not look like cached traffic."""
         request.times.scheduled = now
         request.num_cached_tokens = num_cached
         if self.kv.reads_cache(request):
@@ -325,9 +325,11 @@ class Scheduler:
         return rows, token_ids
 
     def _fail(self, planned: PlannedStep, failed_rows: dict[int, str], now: float) -> None:
-        """End the requests of rows that failed. What they wrote in this step is not what its tokens say; who shares it already,
-        having come in the same step or the next, computes anew and its output of these steps does not count. The same holds for
-        who shares what such a sharer writes."""
+        """End the requests of rows that failed, whose KV of this step is wrong.
+
+        A request that shares such KV, because it came in the same step or the next, computes anew, and its output of these steps is
+        dropped. The same holds for the sharers of its own blocks.
+        """
         table = self.rows
         spoiled: set[int] = set()
         for row in planned.rows[np.isin(planned.rows, list(failed_rows))].tolist():
@@ -397,8 +399,11 @@ class Scheduler:
 
     @property
     def num_free_request_slots(self) -> int:
-        """How many requests may be taken from the queue in Redis now. What cannot run soon stays there, in sight and in order:
-        while the last step left somebody waiting only a short line is kept, so that a place that falls free is filled at once."""
+        """How many requests may be taken from the queue in Redis now.
+
+        Requests that cannot run soon stay there, visible and in order. While the last step left requests waiting, the engine keeps
+        only a short line, so that a freed place is filled at once.
+        """
         num_waiting = len(self.waiting)
         seats = self.max_num_seqs - self.rows.num_running
         if num_waiting:
@@ -407,8 +412,8 @@ class Scheduler:
 
     @property
     def num_free_places(self) -> int:
-        """How many more requests could run than are here, as far as is known before their prompts are: those seats that are left,
-        none while somebody waits for KV blocks."""
+        """How many more requests could run than are here: the free rows, and none while a request waits for KV blocks. An estimate,
+        because the prompts of the others are not known."""
         num_waiting = len(self.waiting)
         if num_waiting and self._short_of_blocks:
             return 0

@@ -1,4 +1,4 @@
-"""What a step's results mean for requests: columns for sampled tokens, objects only for the rare."""
+"""The outputs of a step for requests: columns for sampled tokens, objects only for rare things."""
 
 from __future__ import annotations
 

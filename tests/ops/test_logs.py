@@ -78,7 +78,7 @@ def test_json_of_what_is_no_text(monkeypatch: pytest.MonkeyPatch, what: object) 
 
 def test_text(monkeypatch: pytest.MonkeyPatch) -> None:
     first, *trace = log_one(monkeypatch, LogConfig(log_format="text")).splitlines()
-    assert first.split(" ", 1)[1] == "api     error   took 5 ms  request_id=r-1"
+    assert first.split(" ", 1)[1] == "api         error   took 5 ms  request_id=r-1"
     assert trace[-1] == "ValueError: why"
 
 

@@ -139,8 +139,8 @@ def test_inspect_finds_by_either_id_and_shows_the_way(bus: Bus, redis_url: str, 
 
 def test_an_unknown_id_is_one_line(redis_url: str, slot: ClaimedSlot) -> None:
     for command in (("inspect", "nobody"), ("abort", "nobody")):
-        assert "no request `nobody`" in str(headrace(redis_url, *command).exception)
-    assert "no model `other`; there is null-model" in str(headrace(redis_url, "ps", "--model", "other").exception)
+        assert "there is no request `nobody`" in str(headrace(redis_url, *command).exception)
+    assert "there is no model `other`; Redis knows null-model" in str(headrace(redis_url, "ps", "--model", "other").exception)
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["confirmed", "seen in the record"])

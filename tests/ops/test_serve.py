@@ -195,7 +195,7 @@ def test_any_other_process_that_dies_is_replaced(server: Serving, role: str) -> 
     killed = server.child(role)
     assert server.complete().status_code == 200
     killed.kill()
-    server.wait_for("starting it again")
+    server.wait_for("restarting it")
     wait_for(lambda: server.complete().status_code == 200, lambda: f"an answer:\n{server.log}")
     assert server.child(role).pid != killed.pid
     assert len(server.headrace("ps", "-a")) >= 2, "what was recorded before is still there"
@@ -219,7 +219,7 @@ def test_a_killed_api_server_is_replaced_while_the_other_serves(null_model: tupl
         servers = server.children("api")
         assert len(servers) == 2
         servers[0].kill()
-        server.wait_for("starting it again")
+        server.wait_for("restarting it")
         assert server.complete().status_code == 200
         assert server.stop() == 0
 
@@ -251,7 +251,7 @@ def test_any_of_several_api_servers_answers_for_all_metrics(null_model: tuple[st
             expect_scraped(6, 2)
             for each in server.children("api"):
                 each.kill()
-                server.wait_for("starting it again")
+                server.wait_for("restarting it")
             with pytest.raises(httpx.HTTPError):
                 list(following)
         wait_for_health(server, 200)
@@ -277,7 +277,7 @@ def test_a_configuration_that_cannot_work_is_one_line(null_model: tuple[str, ...
         assert server.wait() == os.EX_CONFIG
         last = server.lines[-1]
         assert last.startswith("headrace: The KV cache of one request of 4000 tokens needs") and "48 tokens" in last
-        assert "Traceback" not in server.log and "starting it again" not in server.log
+        assert "Traceback" not in server.log and "restarting it" not in server.log
         assert left(family, timeout=0) == []
 
 
@@ -290,7 +290,7 @@ def test_a_model_file_that_cannot_be_right_ends_the_start_at_once(smollm2_gguf: 
         assert server.wait() == os.EX_CONFIG
         assert server.lines[-1].startswith("headrace: ") and "wrong.gguf: llama.attention.head_count is 0" in server.lines[-1]
         assert "Traceback" not in server.log
-        assert "starting it again" not in server.log and "starting one" not in server.log
+        assert "restarting it" not in server.log and "starting one" not in server.log
 
 
 def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_logs_are_json_with_request_ids_and_without_prompts(server: Serving) -> 
     identity = answer.json()["id"].removeprefix("cmpl-")
     assert any(record.get("request_id") == identity for record in records)
     assert "xylophone" not in server.log and "quartz" not in server.log
-    (settled,) = [record["config"] for record in records if record["message"] == "settled by the engine"]
+    (settled,) = [record["config"] for record in records if record["message"] == "values chosen by the engine"]
     assert settled["max_model_len"] == {"value": 8192, "reason": "the model's own"}
     (configuration,) = [record["config"] for record in records if record["message"] == "configuration"]
     assert configuration["load_format"] == {"value": "null", "source": "command line --load-format"}
