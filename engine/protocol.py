@@ -157,7 +157,7 @@ class StoredOutput(msgspec.Struct, array_like=True):
 
 
 # Control stream of an engine. `reply_to` is the client (as in EngineCoreRequest.client) that waits for a `ControlReply`, "" when
-# nobody does; `token` is the asker's own mark on it.
+# no client does; `token` is the asker's own mark on it.
 
 
 class Abort(msgspec.Struct, array_like=True, tag=1):

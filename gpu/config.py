@@ -126,7 +126,7 @@ class WorkerConfig:
 
 @dataclass
 class Capacity:
-    """What a worker reports after loading and profiling."""
+    """The report of a worker after loading and profiling."""
 
     max_model_len: int  # tokens: the model's own limit
     vocab_size: int

@@ -1,4 +1,4 @@
-"""What the control groups of this process allow, by versions 1 and 2: CPU time and memory. Torch-free.
+"""The CPU time and memory that the control groups of this process allow, by versions 1 and 2. Torch-free.
 
 Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/scheduler/sched-bwc.html (version 1).
 """

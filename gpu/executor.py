@@ -181,8 +181,8 @@ class MultiprocExecutor(Executor):
     """A process a rank. Every rank gets every step, rank 0 answers.
 
     One thread starts the processes, hears their reports and sees their deaths; `submit` and `collect` use the channels of steps
-    directly. When a rank fails, the thread ends the others at once (they may wait in a collective for ever) and closes the
-    channels, which wakes whoever waits in `collect`.
+    directly. When a rank fails, the others may wait in a collective for ever. So the thread ends them at once
+    and closes the channels, which wakes a caller that waits in `collect`.
     """
 
     def __init__(self, config: WorkerConfig) -> None:

@@ -1,4 +1,4 @@
-"""What processes may use of this machine: cores and memory, and how many threads an engine makes of the cores. Torch-free."""
+"""The cores and memory that processes may use on this machine, and the number of threads that an engine starts. Torch-free."""
 
 from __future__ import annotations
 

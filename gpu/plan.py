@@ -1,4 +1,4 @@
-"""What crosses between engine and workers: `SchedulerOutput` out, `ModelRunnerOutput` back.
+"""The structs that cross between engine and workers: `SchedulerOutput` out, `ModelRunnerOutput` back.
 
 Torch-free, so that the engine can import it. Everything that grows with the batch is a numpy column, everything else says only
 what changed since the step before: a worker keeps one row of state a request and is told new rows, freed rows and new blocks.
@@ -22,7 +22,7 @@ GREEDY_EPSILON = 1e-5  # a temperature below this means argmax
 INVALID_REQUEST = "Invalid request: "  # begins an error whose cause is the request's own fields: it would fail anywhere
 MOST_CHOICES = 16384  # of one prompt
 
-# What columns and kernels can hold. Whoever decodes a struct gets an error for a value outside, NaN included.
+# The values that columns and kernels can hold. Decoding a struct with another value, NaN included, raises an error.
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -64,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def held_back_token_ids(self) -> frozenset[int]:
-        """What is not sampled before the output has `min_tokens` tokens: ids that end an output, ignored or not."""
+        """Ids that are not sampled before the output has `min_tokens` tokens: all that end an output, ignored or not."""
         return frozenset((*self.eos_token_ids, *self.stop_token_ids)) if self.min_tokens > 0 else frozenset()
 
 

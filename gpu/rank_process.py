@@ -58,7 +58,7 @@ class RankProcess:
         return True
 
     def hang_up(self, how: int = socket.SHUT_WR) -> None:
-        """SHUT_WR orders the worker to stop; SHUT_RDWR also wakes whoever waits for its answer."""
+        """SHUT_WR orders the worker to stop; SHUT_RDWR also wakes a caller that waits for its answer."""
         with suppress(OSError), socket.socket(fileno=os.dup(self.commands.fileno())) as same_socket:
             same_socket.shutdown(how)
 

@@ -85,7 +85,7 @@ decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decod
 
 
 class Runner(Protocol):
-    """What `gpu.runner.runner.ModelRunner` and `gpu.null.NullRunner` have in common."""
+    """The interface of `gpu.runner.runner.ModelRunner` and `gpu.null.NullRunner`."""
 
     def load(self, progress: Callable[[float], None]) -> None: ...
     def capacity(self) -> Capacity: ...

@@ -2,7 +2,8 @@
 
 Numba's own cache compares the age of a kernel's file alone, not of the files whose functions it inlines, and stands beside the
 source, which an installed package may not write. So it gets a directory of ours, named by a hash of all kernel sources.
-`NUMBA_CACHE_DIR`, where set, says where that directory is made. Those of other versions go when nobody has used them for a month.
+`NUMBA_CACHE_DIR`, where set, says where that directory is made. Directories of other versions are removed after a month without
+use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What attention needs done first, in one pass over the fused projection: queries and keys turned, keys and values stored."""
+"""The work before attention, in one pass over the fused projection: queries and keys are turned, keys and values stored."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Aborted:
     """The outcome of an abort."""
 
     id: str
-    state: str  # "ended": over, its blocks are free; "already ended"; "unconfirmed": nobody answered in time
+    state: str  # "ended": over, its blocks are free; "already ended"; "unconfirmed": no answer came in time
     output_tokens: int = 0
 
     @property

@@ -139,7 +139,7 @@ class Child:
         return None
 
     async def _run_once(self) -> Exit:
-        # pipes of our own: asyncio's would keep `wait` waiting for whoever else the child gave them to
+        # pipes of our own: asyncio's would keep `wait` waiting for other processes to which the child gave them
         output_read, output_write = os.pipe()
         progress_read, progress_write = os.pipe()
         self._reported_error = ""

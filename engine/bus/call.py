@@ -22,7 +22,7 @@ Command = tuple[Argument, ...]
 LUA = Path(__file__).parent / "lua"
 WITHOUT_MEMORY = frozenset(
     {"beat", "beat_api", "fail_engine", "finish", "reject", "release"}
-)  # they keep somebody alive, or end something and free more
+)  # they keep an engine alive, or end something and so free memory
 
 
 class BusUnavailable(Exception):

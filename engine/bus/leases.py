@@ -164,7 +164,7 @@ class Observation:
 
     pending: Mapping[str, int]  # slot -> entries that its consumer has in flight; slots without any are left out
     holders: Mapping[str, int]  # slot -> incarnation that lives in it
-    last_incarnation: int  # the last one given, read before the rest: whoever is missing had this one or a lower one
+    last_incarnation: int  # the last one given, read before the rest: a missing engine had this one or a lower one
 
 
 class DeadEngine(NamedTuple):

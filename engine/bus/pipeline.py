@@ -88,11 +88,11 @@ class Line(asyncio.Protocol):
             self.close(ConnectionError(f"no answer of Redis': {error}"))
             return
         if len(answers) > len(self._waiting):
-            self.close(ConnectionError("an answer that nobody asked for"))
+            self.close(ConnectionError("an answer without a question"))
             return
         for value in answers:
             answer, _ = self._waiting.popleft()
-            if answer.done():  # whoever asked was cancelled
+            if answer.done():  # its caller was cancelled
                 continue
             if isinstance(value, Exception):
                 answer.set_exception(value)

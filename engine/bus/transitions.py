@@ -18,7 +18,7 @@ TOMBSTONE_TTL = 600.0  # seconds that an abort waits for a request that it overt
 JOURNAL_ENTRIES = 4096  # kept of an engine's journal, about
 JOURNAL_TTL = 600.0  # seconds that a journal outlives its engine
 SHARE_TTL = 1.0  # seconds that an engine's share of what waits is kept for it after it last asked
-FAIL_BATCH = 128  # pending entries looked at in one script: Redis answers nobody else meanwhile
+FAIL_BATCH = 128  # pending entries looked at in one script: Redis answers no other client meanwhile
 
 
 class Taken(NamedTuple):

@@ -12,7 +12,7 @@ from engine.bus.call import Call, Command, milliseconds, script
 from engine.bus.records import parse_fields
 from engine.protocol import FinishReason
 
-ROLL_BATCH = 500  # lines in one script: Redis answers nobody else meanwhile
+ROLL_BATCH = 500  # lines in one script: Redis answers no other client meanwhile
 DAYS_KEPT = 400
 _EPOCH = date(1970, 1, 1)
 _REASONS = frozenset(map(str, FinishReason))

@@ -139,7 +139,7 @@ class Intake:
             arrival = Arrival(source, self._core.make_requests(source, taken.enqueued, taken.taken))
         except (msgspec.DecodeError, Unrunnable) as error:
             self._reject(taken.entry, f"{INVALID_REQUEST}{error}")
-        except Exception as error:  # whatever a request brings, it ends that request alone
+        except Exception as error:  # a bad request ends itself alone
             logger.exception("entry %s cannot be taken in", taken.entry)
             self._reject(taken.entry, f"The engine cannot take the request in: {type(error).__name__}: {error}")
         else:

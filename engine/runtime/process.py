@@ -55,7 +55,7 @@ class Progress:
             try:
                 os.write(self._fd, json.dumps({"phase": phase, **facts}).encode() + b"\n")
             except BrokenPipeError:
-                self._fd = None  # nobody reads any more
+                self._fd = None  # the reader is gone
 
     def loading(self, fraction: float) -> None:
         self.say("load", fraction=fraction)

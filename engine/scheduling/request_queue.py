@@ -57,7 +57,7 @@ class WaitingQueue:
     def pop(self) -> Request:
         request = self.peek()
         if request is None:
-            raise IndexError("nobody waits")
+            raise IndexError("no request waits")
         heapq.heappop(self._heap)
         self._num_waiting -= 1
         return request

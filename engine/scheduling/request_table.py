@@ -94,8 +94,8 @@ class LiveRequests:
         self._release_or_defer(request)
 
     def drop_output(self, request: Request) -> None:
-        """Of a request that has a row: outputs of steps that are out are dropped, and no request may share the blocks that they write,
-        because the KV that they read is not to be trusted."""
+        """For a request with a row: drop the outputs of steps that are out, and let no request share the blocks that they write. The
+        KV that they read is not to be trusted."""
         self._rows.close(request.row)
         self._kv.revoke(request)
 
@@ -192,7 +192,7 @@ class LiveRequests:
         assert rows.num_free + len(holders) == rows.num_rows, "a row is lost"
         running = [rows.request(int(row)) for row in rows.running]
         assert all(request.status is RequestStatus.RUNNING for request in running), "what runs is not running"
-        assert len(running) + len(self._deferred) == len(holders), "a row belongs to nobody"
+        assert len(running) + len(self._deferred) == len(holders), "a row has no request"
         assert all(request.row < 0 and not request.block_ids for request in self._ended), "an end before its blocks are free"
         assert len(self._waiting) == sum(1 for _ in self._waiting), "the waiting queue is miscounted"
         assert len(running) + len(self._waiting) == len(self._requests), "a request is lost"

@@ -1,4 +1,4 @@
-"""Checkpoints: named tensors on disk, read shard by shard, whatever the file format; and random ones for tests.
+"""Checkpoints: named tensors on disk, in any supported format, read shard by shard; and random ones for tests.
 
 A checkpoint yields one tensor, or the rows and columns of it that a tensor parallel rank wants, at a time, so that loading needs
 little more memory than the weights kept.

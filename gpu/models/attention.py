@@ -27,7 +27,7 @@ class Pace:
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """Nobody need wait any more: the part has failed, and the step with it."""
+        """Wake all that wait: the part has failed, and the step with it."""
         with self._changed:
             self.layers = sys.maxsize
             self._changed.notify_all()

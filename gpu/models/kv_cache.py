@@ -30,7 +30,7 @@ class KVCache:
         device: torch.device,
         shared: bool = False,
     ) -> None:
-        """shared: all layers use the same memory: for a profiling forward, whose results nobody reads."""
+        """shared: all layers use the same memory: for a profiling forward, whose results are not used."""
         transposed = (num_blocks, num_kv_heads, head_dim, block_size)
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
 

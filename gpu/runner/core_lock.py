@@ -19,10 +19,10 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# On every machine and in every container, open to everybody, and tidied up by nobody, as files in /tmp are. Locks belong to this
-# opening of it (OFD): those of a process would go when it closes any other.
+# It is on every machine and in every container, every user may open it, and no tool removes it, as some tools do with files in /tmp.
+# Its locks belong to one opening of it (OFD locks): a process's own locks would go when it closes any other opening.
 SHARED_FILE = Path("/dev/null")
-FIRST_BYTE = 0x68656164 << 16  # far from whatever others may lock there
+FIRST_BYTE = 0x68656164 << 16  # far from bytes that others may lock there
 FIRST_SPARE = 1 << 15  # the number of the first of those that are no core
 _FLOCK = struct.Struct("@hhqqi4x")  # type, whence, start, length, pid
 
@@ -47,13 +47,13 @@ class Cores:
         self.close = weakref.finalize(self, _close, self._file)
 
     def _try_locks(self) -> None:
-        """Raises OSError where there are no such locks, or they are forbidden. On a byte that is no core's: nobody misses one."""
+        """Raises OSError where there are no such locks, or they are forbidden. It tries a byte that stands for no core."""
         if self._take(_request(fcntl.F_WRLCK, -1)):
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, -1))
 
     @contextmanager
     def claim(self, most: int) -> Iterator[int]:
-        """Holds up to `most` cores that nobody holds. Yields how many threads to use: their number, 1 at least."""
+        """Holds up to `most` free cores. Yields how many threads to use: their number, 1 at least."""
         if not self._locks:
             yield most
             return
@@ -68,7 +68,7 @@ class Cores:
                 fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, unlock)
 
     def _take(self, lock: bytes) -> bool:
-        """Locks a core unless somebody has; whether it did."""
+        """Locks a core. False: another process holds it."""
         try:
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, lock)
         except BlockingIOError:

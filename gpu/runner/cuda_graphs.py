@@ -2,7 +2,7 @@
 
 A decode of one token a request makes some ten launches a layer, each of which costs a CPU more time than a small batch costs the
 GPU. Their number and shapes depend on the number of rows alone, so that a graph captured for `size` rows serves every step of that
-many. What pads a step has the slot -1, where nothing is written, and a context of 0, of which nothing is read.
+many. Padding has the slot -1, where nothing is written, and a context of 0, of which nothing is read.
 
 `PaddedDecode` runs on any device; `CudaGraphs` adds capture and replay, nothing else.
 """
@@ -45,7 +45,7 @@ def capture_sizes(wanted: list[int], max_num_seqs: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a step is padded to."""
+    """The size to which a step is padded."""
 
     rows: int
     table_width: int  # blocks that a request may have

@@ -1,4 +1,4 @@
-"""What a worker knows of its requests: one row each in tables indexed by row, changed by the differences that a step brings.
+"""A worker's view of its requests: one row each in tables indexed by row, changed by the differences that a step brings.
 
 Tables live on the host as numpy arrays; a step gathers from them what model and sampler need, without a Python loop over rows.
 """
@@ -91,7 +91,7 @@ class Batch:
             self.failed_rows[row] = reason
 
     def _set_sampling(self, request: NewRequest) -> str | None:
-        """None, or why the row cannot be sampled: whatever its parameters are, they are no other row's concern."""
+        """None, or the reason why the row cannot be sampled. Bad parameters fail this row and no other."""
         try:
             return self.sampling.set(request.row, request.sampling, request.seed)
         except Exception as error:
@@ -132,7 +132,7 @@ class Batch:
 
     def advance(self, step: Step, token_ids: Int32Array) -> None:
         """After a step: its tokens are computed, and each sampling row knows one token more, token_ids [num_sampled]. So does a
-        failed one, as the next step's plan supposes, though nobody is told its token."""
+        failed one, as the next step's plan supposes, though its token is not published."""
         self.num_computed[step.rows] += step.query_lens
         rows = step.sampled_rows
         self.token_ids[rows, self.num_tokens[rows]] = token_ids

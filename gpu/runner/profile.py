@@ -1,4 +1,4 @@
-"""Measures a loaded model by steps whose results nobody reads: how much memory they leave for KV, how long a prompt takes."""
+"""Measures a loaded model by steps whose results are not used: the memory that they leave for KV, the time of a prompt."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A step in parts that threads compute side by side, each through the whole model, with one meeting at the end.
 
-Threads inside matrix products meet at a barrier after each, some two hundred times a step, and lose a time slice of the kernel's
-scheduler at every one where another process runs on a core. Threads that take a part of the tokens each meet once.
+Threads inside matrix products meet at a barrier after each product, about two hundred times a step. They lose a time slice at each
+barrier where another process runs on a core. Threads that take a part of the tokens each meet once.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def split(step: Step, num_parts: int, shares_kv: bool) -> list[Part]:
 
 
 def _cut(step: Step, begin: int, end: int) -> AttentionMetadata:
-    """What attention must know of the step's tokens begin..end-1."""
+    """The attention metadata of the step's tokens begin..end-1."""
     first = int(np.searchsorted(step.query_start, begin, side="right")) - 1
     stop = int(np.searchsorted(step.query_start, end, side="left"))
     whole = step.attention

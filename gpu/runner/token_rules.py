@@ -1,4 +1,4 @@
-"""What requests say about single token ids: allowed ids, bad words, ends before `min_tokens`, logit bias; for all rows at once.
+"""Rules of requests on single token ids: allowed ids, bad words, ends before `min_tokens`, logit bias; for all rows at once.
 
 Each kind is a table of entries, changed when a row comes or goes. A step picks the entries of the rows that sample and applies each
 kind in a few array operations, however many rows asked for it; a row that asks for nothing has no entry.

@@ -9,7 +9,7 @@ from kernels.cpu.math import narrow
 @compiled()
 def write(key, first_key, value, first_value, key_cache, value_cache, slots):
     """`kv_write` of `cpu.math.elements`: of adjacent heads of key from first_key on, and of value, which may be the same array.
-    Both may be float32 whatever the caches hold, and are narrowed then."""
+    Both may be float32 and are then narrowed to the caches' type."""
     num_kv_heads, head_dim, block_size = key_cache.shape[1:]
     for token in range(len(slots)):
         if slots[token] < 0:
