@@ -94,8 +94,8 @@ class LiveRequests:
         self._release_or_defer(request)
 
     def drop_output(self, request: Request) -> None:
-        """For a request with a row: drop the outputs of steps that are out, and let no request share the blocks that they write. The
-        KV that they read is not to be trusted."""
+        """For a request with a row: drop the outputs of steps that are out, and let no request share the blocks that they write.
+        The KV that they read is not to be trusted."""
         self._rows.close(request.row)
         self._kv.revoke(request)
 

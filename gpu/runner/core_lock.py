@@ -19,7 +19,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# It is on every machine and in every container, every user may open it, and no tool removes it, as some tools do with files in /tmp.
+# It is on every machine and in every container, every user may open it, and no tool removes it, as some remove files in /tmp.
 # Its locks belong to one opening of it (OFD locks): a process's own locks would go when it closes any other opening.
 SHARED_FILE = Path("/dev/null")
 FIRST_BYTE = 0x68656164 << 16  # far from bytes that others may lock there
