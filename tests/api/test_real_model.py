@@ -22,7 +22,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def server(smollm2_gguf: Path) -> Iterator[LiveServer]:
-    engine = ("--max-model-len", "512", "--num-gpu-blocks-override", "200", "--max-num-seqs", "16", "--dtype", "float32")
+    engine = ("--max-model-len", "512", "--num-gpu-blocks-override", "200", "--max-num-seqs", "16")
     with LiveServer(smollm2_gguf, engine, ("--enable-prompt-tokens-details",), name="smollm2") as server:
         yield server
 
