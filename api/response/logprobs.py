@@ -48,7 +48,7 @@ class LogprobsFormatter:
         return {
             "text_offset": [entry.text_offset for entry in entries],
             "token_logprobs": [max(entry.logprobs[0], MIN_LOGPROB) if entry.logprobs else None for entry in entries],
-            "tokens": [self._completion_token(entry.token_ids[0]) for entry in entries],
+            "tokens": [self._shown_token(entry) for entry in entries],
             "top_logprobs": [self._completion_top(entry, num_top) for entry in entries],
         }
 
@@ -57,9 +57,15 @@ class LogprobsFormatter:
             return None
         last = None if num_top < 0 else 1 + num_top
         pairs = zip(entry.token_ids[1:last], entry.logprobs[1:last], strict=True)
-        top = {self._completion_token(token_id): max(value, MIN_LOGPROB) for token_id, value in pairs}
-        top.setdefault(self._completion_token(entry.token_ids[0]), max(entry.logprobs[0], MIN_LOGPROB))
+        top = {self._completion_token(entry.token_ids[0]): max(entry.logprobs[0], MIN_LOGPROB)}
+        for token_id, value in pairs:
+            top.setdefault(self._completion_token(token_id), max(value, MIN_LOGPROB))
         return top
+
+    def _shown_token(self, entry: TokenLogprobs) -> str:
+        if entry.text is None or self._as_token_ids:
+            return self._completion_token(entry.token_ids[0])
+        return entry.text
 
     def _completion_token(self, token_id: int) -> str:
         if self._as_token_ids:
@@ -94,16 +100,20 @@ class PromptLogprobsCollector:
                 self._rows[position] = (token_ids[row].tolist(), logprobs[row].tolist(), int(ranks[row]))
                 self._missing -= 1
 
-    def entries(self, tokenizer: TextTokenizer) -> Iterator[TokenLogprobs]:
-        """An entry a prompt token for an echo; offsets count the characters of the echoed text."""
+    def entries(self, tokenizer: TextTokenizer, echo: str) -> Iterator[TokenLogprobs]:
+        """An entry a prompt token for the text `echo`, in which the offsets count characters. A special token that the tokenizer
+        has put around the text is not in it, and shown as nothing."""
         detokenizer = tokenizer.detokenizer((), skip_special_tokens=False)
         offset = 0
         for token_id, row in zip(self._prompt, self._rows, strict=True):
-            if row is None:
-                yield TokenLogprobs(offset, [token_id], [], 0)
-            else:
-                yield TokenLogprobs(offset, *row)
-            offset += len(detokenizer.push(token_id))
+            own = tokenizer.token_text(token_id)
+            is_added = token_id in tokenizer.special_ids and not echo.startswith(own, offset)
+            piece = "" if is_added else detokenizer.push(token_id)
+            lost_its_space = own != piece == own.removeprefix(" ")  # SentencePiece's first one is not the text's
+            text = piece if is_added or lost_its_space else None
+            token_ids, logprobs, rank = ([token_id], [], 0) if row is None else row
+            yield TokenLogprobs(offset, token_ids, logprobs, rank, text)
+            offset += len(piece)
 
     def vllm(self, tokenizer: TextTokenizer) -> list[Json | None]:
         """`prompt_logprobs` of the response: a map from token id a position, null for the first token."""

@@ -24,6 +24,7 @@ class TokenLogprobs:
     token_ids: list[int]  # [1 + k] the token, then the top k
     logprobs: list[float]  # [1 + k]
     rank: int
+    text: str | None = None  # of an echoed prompt's token, where it differs from the token's own
 
     @classmethod
     def from_output(cls, output: OutputLogprobs, text_offset: int) -> TokenLogprobs:

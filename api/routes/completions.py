@@ -121,7 +121,9 @@ class CompletionFormat(AnswerFormat):
     def _prompt_entries(self, prompt: int) -> list[TokenLogprobs]:
         if self._body.logprobs is None:
             return []
-        return list(self._generation.prompt_logprobs[prompt].entries(self._task.model.tokenizer))
+        return list(
+            self._generation.prompt_logprobs[prompt].entries(self._task.model.tokenizer, self._generation.echo_text(prompt))
+        )
 
 
 def _last_choice(output: ChoiceOutput) -> dict[str, Any]:

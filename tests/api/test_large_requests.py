@@ -15,7 +15,7 @@ from tests.api.live_server import LiveServer
 from tests.api.loop_watch import LoopWatch
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-LONGEST_GAP = 0.2  # seconds; 0.1 is what is promised, the rest is for a machine that is busy with other tests
+LONGEST_GAP = 0.5  # seconds; on a calm machine it is under 0.1, without readers it is 1 to 15
 TOO_LONG, HELLO = "This model's maximum context length is 2048 tokens.", {"role": "user", "content": "a"}
 
 
@@ -75,7 +75,8 @@ def test_nobody_waits_for_a_long_list_of_requests(null_server: LiveServer, watch
             pipe.delete(keys.record("tiny", name))
         pipe.zrem(keys.ended("tiny"), *names)
         pipe.execute()
-    assert {"old-0", "old-9000"} <= {request["id"] for request in listed}
+    assert len(listed) == 10_000
+    assert "old-9000" in {request["id"] for request in listed}
     assert waiting.longest < LONGEST_GAP
 
 

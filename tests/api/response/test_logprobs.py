@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from api.response.logprobs import LogprobsFormatter, PromptLogprobsCollector
 from api.response.output_processor import TokenLogprobs
 from api.text.tokenizer import TextTokenizer
-from engine.protocol import OutputPromptLogprobs, encode_column
+from engine.protocol import OutputPromptLogprobs, TokenizerBundle, encode_column
 
 
 def part(position: int, rows: list[list[int]]) -> OutputPromptLogprobs:
@@ -36,8 +40,10 @@ def test_tokens_as_ids(tokenizer: TextTokenizer) -> None:
         "text_offset": [3],
         "token_logprobs": [-0.5],
         "tokens": ["token_id:7"],
-        "top_logprobs": [{"token_id:9": -0.25, "token_id:7": -0.5}],
+        "top_logprobs": [{"token_id:7": -0.5, "token_id:9": -0.25}],
     }
+    (top,) = formatter.completion([entry], 1)["top_logprobs"]
+    assert list(top) == ["token_id:7", "token_id:9"], "the actual token is the first one"
 
 
 def test_minus_infinity_is_a_number(tokenizer: TextTokenizer) -> None:
@@ -64,10 +70,46 @@ def test_entries_of_an_echo(tokenizer: TextTokenizer) -> None:
     token_ids = tokenizer.encode("naïve 🚀")
     collector = PromptLogprobsCollector(token_ids)
     collector.add(part(1, [[token_id] for token_id in token_ids[1:]]))
-    entries = list(collector.entries(tokenizer))
+    entries = list(collector.entries(tokenizer, "naïve 🚀"))
     assert [entry.token_ids[0] for entry in entries] == token_ids
     assert entries[0].logprobs == []
     assert [entry.text_offset for entry in entries] == [
         len(tokenizer.decode(token_ids[:place]).rstrip("\ufffd")) for place in range(len(token_ids))
     ]
     assert LogprobsFormatter(tokenizer).completion(entries, 0)["token_logprobs"][0] is None
+
+
+@pytest.mark.parametrize("text", ["Hello world, this is", " two  spaces", "é", "Hello</s>"])
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_tokens_of_an_echo_join_to_its_text(kind: str, text: str) -> None:
+    """A model with a begin token: it is the tokenizer's, not the text's, unless the text has it too."""
+    tokenizer = with_begin_token(kind)
+    token_ids = tokenizer.encode(text)
+    assert token_ids[0] == 0
+    entries = list(PromptLogprobsCollector(token_ids).entries(tokenizer, text))
+    shown = LogprobsFormatter(tokenizer).completion(entries, 1)
+    assert len(entries) == len(token_ids)
+    whole = [(offset, token) for offset, token in zip(shown["text_offset"], shown["tokens"], strict=True) if "bytes:" not in token]
+    assert all(text.startswith(token, offset) for offset, token in whole)
+    if text != "é":
+        assert "".join(shown["tokens"]) == text
+
+
+def with_begin_token(kind: str) -> TextTokenizer:
+    library: Any
+    if kind == "bytes":
+        library = Tokenizer(
+            models.BPE({"<s>": 0, **{sign: 1 + n for n, sign in enumerate(pre_tokenizers.ByteLevel.alphabet())}}, [])
+        )
+        library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    else:
+        words = ["\u2581", "\u2581H", *"Helowrd,this</>"]
+        vocab = {"<s>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
+        vocab |= {word: 300 + n for n, word in enumerate(words)}
+        library = Tokenizer(models.BPE(vocab, [("\u2581", "H")], byte_fallback=True))
+        library.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        library.decoder = decoders.Sequence(steps)
+    library.add_special_tokens(["<s>", "</s>"])
+    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return TextTokenizer(TokenizerBundle(library.to_str(), None, "<s>", None, [], {}))
