@@ -156,7 +156,7 @@ def body_of(error: ApiError) -> bytes:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told about `error`: itself if it is an answer, a 503 when Redis is away, else a bare 500."""
+    """The answer to a client for `error`: itself if it is an answer, a 503 when Redis is away, else a bare 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BusUnavailable):
@@ -203,7 +203,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """What no other handler is for becomes a 500 too, and goes on to `api.http.middleware.RequestContext`, which logs it."""
+    """An error without another handler becomes a 500 and goes on to `api.http.middleware.RequestContext`, which logs it."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(BusUnavailable, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)

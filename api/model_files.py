@@ -1,4 +1,4 @@
-"""What an API server makes of a model's `TokenizerBundle`. A file that is broken costs what depends on it, and nothing else."""
+"""A model's tokenizer and chat template, out of its `TokenizerBundle`. A broken file disables the features that need it only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this server calls itself."""
+"""The name and version of this server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys: who asks, and what for. Keys are compared in constant time by their SHA-256, and never kept in the clear.
+"""API keys: the tenant that asks, and its rights. Keys are compared in constant time by their SHA-256, and never kept in the clear.
 
 Without keys everybody may do everything, which is why headrace then binds to loopback only (`check_exposure`).
 """
@@ -23,7 +23,7 @@ SALT_LEN = 32  # hex digits: 128 bits
 
 @dataclass(frozen=True)
 class Principal:
-    """Whoever holds a key. `tenant` is the key's name, "" where no keys are configured."""
+    """The holder of a key. `tenant` is the key's name, "" where no keys are configured."""
 
     tenant: str = ""
     admin: bool = False
@@ -45,12 +45,12 @@ class KeyRing:
             owner, separator, key = entry.partition("=")
             name, colon, role = owner.partition(":")
             if not separator or not name or not key or (colon and role != "admin"):
-                raise ConfigurationError("an API key is given as NAME=KEY or NAME:admin=KEY")
+                raise ConfigurationError("an API key must be NAME=KEY or NAME:admin=KEY")
             self._principals.append((_digest(key), Principal(name, admin=role == "admin")))
 
     @property
     def open(self) -> bool:
-        """No key is configured: nobody is asked for one."""
+        """No key is configured, and none is asked for."""
         return not self._principals
 
     def identify(self, authorization: str | None) -> Principal | None:
@@ -71,19 +71,19 @@ def _digest(key: str) -> bytes:
 
 
 def derive_cache_salt(principal: Principal, salt: str | None) -> str:
-    """The prefix cache's salt: a tenant's own, whatever the body says, so that no tenant can probe another's prompts."""
+    """The prefix cache's salt. It depends on the tenant for every body, so that no tenant can probe another's prompts."""
     if not principal.tenant:
         return salt or ""
     return hashlib.sha256(f"{principal.tenant}\0{salt or ''}".encode()).hexdigest()[:SALT_LEN]
 
 
 def check_exposure(config: ApiConfig) -> None:
-    """Raises ConfigurationError where anybody on the network could use a server without keys."""
+    """Raises ConfigurationError where the network could use a server without keys."""
     if config.api_key or config.allow_no_auth or _is_loopback(config.host):
         return
     raise ConfigurationError(
         f"refusing to listen on {config.host or 'all addresses'} without API keys: give --api-key NAME=KEY, "
-        "listen on 127.0.0.1, or say --allow-no-auth"
+        "listen on 127.0.0.1, or allow it with --allow-no-auth"
     )
 
 

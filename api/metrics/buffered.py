@@ -1,4 +1,4 @@
-"""What prometheus_client costs an event, spared: observations are counted aside and told together, counters found once."""
+"""Cheap events for prometheus_client: observations are collected and handed over together, counters are looked up once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tally:
         self._sum += value
 
     def tell(self) -> None:
-        """What was observed since the last time becomes the histogram's."""
+        """Hand the observations since the last call over to the histogram."""
         if not any(self._counts):
             return
         for bucket, count in zip(self._histogram._buckets, self._counts, strict=True):

@@ -1,4 +1,4 @@
-"""What goes between the API server and its reader processes: pickles, in which some objects are only named.
+"""Messages between the API server and its reader processes: pickles, in which some objects are only named.
 
 A served model is a tokenizer, which both sides have, so only its name and numbers travel. The body of a request stays where it was
 read. Both processes are of one installation and trust each other.

@@ -1,7 +1,7 @@
 """A reader process (`python -m api.preparation.reader`, started by `readers`): reads large bodies, so that no event loop waits.
 
-Parsing, templates and tokenizers hold the interpreter's lock for as long as a body is long; in another process that is nobody
-else's time. Commands come in on standard input and are answered in order on standard output. The process ends at the end of its
+Parsing, templates and tokenizers hold the interpreter's lock for a time that grows with the body; in another process that delays
+no other client. Commands come in on standard input and are answered in order on standard output. The process ends at the end of its
 input, that is with its API server.
 """
 
@@ -27,7 +27,7 @@ NICENESS = 5  # behind engines and event loops, which others wait for
 
 
 class Reader:
-    """What a reader process keeps between commands. `commands`: where they, and bodies, come in."""
+    """The state of a reader process between commands. `commands`: where they, and bodies, come in."""
 
     def __init__(self, commands: BinaryIO) -> None:
         self._commands = commands

@@ -1,4 +1,4 @@
-"""What one HTTP request asks of the engine, and how output tokens become text: all that is left of a body when it has been read."""
+"""A body after it has been read: what to ask of the engine, and how to turn output tokens into text."""
 
 from __future__ import annotations
 

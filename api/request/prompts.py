@@ -19,7 +19,7 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 @dataclass(frozen=True)
 class Prompt:
-    """`text` is None for a prompt that came as token ids, and where nobody will ask for it."""
+    """`text` is None for a prompt that came as token ids, and where the answer does not need it."""
 
     token_ids: Sequence[int]
     text: str | None = None

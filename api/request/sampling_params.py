@@ -30,7 +30,7 @@ _DEFAULT_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetiti
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What the live engines of a model agree on."""
+    """The limits that all live engines of a model can keep."""
 
     max_model_len: int
     vocab_size: int
@@ -52,7 +52,7 @@ class OutputBudget:
 
 
 def check_budget(budget: OutputBudget, limits: ModelLimits, may_be_zero: bool = False) -> None:
-    """What can be said of max_tokens before the prompt is known. `may_be_zero`: scoring of a prompt generates nothing."""
+    """The request's max_tokens, before the prompt is known. `may_be_zero`: scoring of a prompt generates nothing."""
     value = budget.requested
     if value is None or (value == 0 and may_be_zero):
         return

@@ -50,7 +50,7 @@ class ResponseFormat(ApiModel):
 
 
 class SamplingFields(ApiModel):
-    """What chat and text completions have in common."""
+    """The common fields of chat and text completions."""
 
     model: str | None = None
     n: Integer | None = 1
@@ -183,7 +183,7 @@ HEAD_CHARACTERS = 256  # more than any text among a body's plain values may have
 
 
 def body_head(body: BaseModel) -> BaseModel:
-    """`body` without what may be large: its plain values and stream options. What the prompt is made of is None."""
+    """`body` without what may be large: its plain values and stream options. The fields that make up the prompt are None."""
 
     def kept(value: Any) -> Any:
         if isinstance(value, str):

@@ -81,7 +81,7 @@ class ChatTemplate:
         documents: list[dict[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. What goes wrong inside the template is the request's fault as far as it can be told: BadRequest."""
+        """The prompt. An error inside the template counts as the request's fault: BadRequest."""
         if extra and (reserved := RESERVED & extra.keys()):
             raise BadRequest(f"chat_template_kwargs must not contain {sorted(reserved)}.", param="chat_template_kwargs")
         conversation = _marked(messages) if continue_final_message else list(messages)

@@ -1,6 +1,6 @@
 """Stop strings, matched on the accumulated text and held back only as long as they can still come true.
 
-What is held is the longest suffix that is a true prefix of a stop string, nothing more; so no half of a stop string is shown and no
+The matcher holds back the longest suffix that is a true prefix of a stop string. So no half of a stop string is shown, and no
 text is lost when it turns out to be something else. The match that is complete first wins; of those complete at the same character,
 the one listed first.
 """

@@ -106,7 +106,7 @@ class TextTokenizer:
         return token
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token alone stands for; half a character is possible."""
+        """The bytes of a token alone; half a character is possible."""
         if self.bytes is not None:
             return self.bytes.piece(token_id)
         return self.decode([token_id]).encode()

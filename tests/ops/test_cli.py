@@ -70,7 +70,7 @@ def test_serve_has_a_flag_for_every_setting_under_the_title_of_its_section() -> 
         (["serve", "demo", "--port", "70000"], 78, "headrace: --port must be between 0 and 65535, not 70000"),
         (["serve", "/no/such/model"], 78, "headrace: there is no model at /no/such/model: give a safetensors directory"),
         (["serve", "demo", "--max-num-seqs", "0"], 78, "headrace: --max-num-seqs must be at least 1, got 0"),
-        (["serve", "demo", "--api-key", "secret"], 78, "headrace: --api-key: an API key is given as NAME=KEY or NAME:admin=KEY"),
+        (["serve", "demo", "--api-key", "secret"], 78, "headrace: --api-key: an API key must be NAME=KEY or NAME:admin=KEY"),
         (["serve", "demo", "--port", "high"], 2, "--port: `high` is not a whole number"),
         (["serve", "demo", "--dtype", "int3"], 2, "--dtype: `int3` is not one of auto, float32, bfloat16"),
         (["serve", "demo", "--max-modellen", "5"], 2, "--max-model-len"),
