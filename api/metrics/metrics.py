@@ -123,8 +123,8 @@ class Metrics:
                 self.tpot.labels(*labels).observe(decode / (longest - 1))
 
     def settle(self) -> None:
-        """Hand collected observations over. On the event loop: before `render`, and from time to time where other processes answer with
-        this one's numbers."""
+        """Hand collected observations over. On the event loop: before `render`, and from time to time where other processes answer
+        with this one's numbers."""
         for tallied in self._tallied:
             tallied.tell()
 
