@@ -52,8 +52,8 @@ _Split = tuple[NDArray[np.uint8], int, Scales, Scales | None]
 
 def _by_rows(scales: Scales, rows: int) -> Scales:
     """Those of blocks, one after the other, as those of the rows that the blocks are of."""
-    arrays = (scales.numbers, scales.factors)
-    return Scales(*(x if x is None else np.ascontiguousarray(x, np.float32).reshape(rows, -1) for x in arrays))
+    factors = None if scales.factors is None else np.ascontiguousarray(scales.factors, np.float32).reshape(rows, -1)
+    return Scales(np.ascontiguousarray(scales.numbers, np.float32).reshape(rows, -1), factors)
 
 
 def _halves(blocks: NDArray[np.uint8], begin: int) -> NDArray[np.float32]:
@@ -63,12 +63,12 @@ def _halves(blocks: NDArray[np.uint8], begin: int) -> NDArray[np.float32]:
 
 def _nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """[..., n] bytes to [..., 2 n]: all low halves, then all high ones."""
-    return np.concatenate([packed & 15, packed >> 4], axis=-1)
+    return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
 
 
 def _fifth_bits(blocks: NDArray[np.uint8], begin: int) -> NDArray[np.uint8]:
     """A bit an element of 32, from the 4 bytes at `begin`, as 16 or 0."""
-    return np.unpackbits(blocks[:, begin : begin + 4], axis=1, bitorder="little") << 4
+    return np.unpackbits(blocks[:, begin : begin + 4], axis=1, bitorder="little") << np.uint8(4)
 
 
 def _split_q4_0(blocks: NDArray[np.uint8]) -> _Split:
@@ -89,7 +89,7 @@ def _split_q5_1(blocks: NDArray[np.uint8]) -> _Split:
 
 
 def _split_q8_0(blocks: NDArray[np.uint8]) -> _Split:
-    return blocks[:, 2:34] ^ 128, 8, Scales(_halves(blocks, 0)), None
+    return blocks[:, 2:34] ^ np.uint8(128), 8, Scales(_halves(blocks, 0)), None
 
 
 def _k_scales(blocks: NDArray[np.uint8]) -> tuple[Scales, Scales]:
@@ -107,16 +107,16 @@ def _split_q4_k(blocks: NDArray[np.uint8]) -> _Split:
 
 def _split_q5_k(blocks: NDArray[np.uint8]) -> _Split:
     low = _nibbles(blocks[:, 48:176].reshape(-1, 4, 32)).reshape(-1, 8, 32)
-    high = (blocks[:, np.newaxis, 16:48] >> np.arange(8, dtype=np.uint8)[:, np.newaxis]) & 1
-    return low | high << 4, 5, *_k_scales(blocks)
+    high = (blocks[:, np.newaxis, 16:48] >> np.arange(8, dtype=np.uint8)[:, np.newaxis]) & np.uint8(1)
+    return low | high << np.uint8(4), 5, *_k_scales(blocks)
 
 
 def _split_q6_k(blocks: NDArray[np.uint8]) -> _Split:
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 8, 32)
     pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, np.newaxis]
-    high = (pairs & 3).reshape(-1, 8, 32)
-    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
-    return low | high << 4, 6, Scales(scales, _halves(blocks, 208)), None
+    high = (pairs & np.uint8(3)).reshape(-1, 8, 32)
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
+    return low | high << np.uint8(4), 6, Scales(scales, _halves(blocks, 208)), None
 
 
 _SPLITTERS = {

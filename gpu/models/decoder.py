@@ -116,7 +116,7 @@ class SelfAttention:
     ) -> torch.Tensor:
         heads = self.qkv(hidden).view(hidden.shape[0], -1, self.head_dim)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key, _ = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+            query, key, _ = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
             query.copy_(self.query_norm(query))
             key.copy_(self.key_norm(key))
         return self.output(self.attend(heads, positions, cos_sin, cache, step))

@@ -138,7 +138,8 @@ class CudaGraphs(PaddedDecode):
         """Of padding alone, which launches what a full step launches."""
         started = time.perf_counter()
         self.graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
-        stream, pool = torch.cuda.Stream(self.hidden.device), torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(self.hidden.device)  # type: ignore[no-untyped-call]  # torch leaves it without types
+        pool = torch.cuda.graph_pool_handle()
         for shape in self.shapes():  # the largest first: what it took serves the others
             stream.wait_stream(torch.cuda.current_stream(self.hidden.device))
             with torch.cuda.stream(stream):

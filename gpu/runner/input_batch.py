@@ -32,12 +32,14 @@ class Step:
 
     @property
     def sampled_rows(self) -> Int32Array:
-        return self.rows[self.sampled]
+        rows: Int32Array = self.rows[self.sampled]
+        return rows
 
     @property
     def last_tokens(self) -> np.ndarray:
         """[num_sampled] the index among the step's tokens of each sampling row's last."""
-        return self.query_start[self.sampled + 1].astype(np.int64) - 1
+        last: np.ndarray = self.query_start[self.sampled + 1].astype(np.int64) - 1
+        return last
 
 
 class Batch:
@@ -124,7 +126,13 @@ class Batch:
         if self.device.type != "cpu":  # only what the step reads crosses to the device
             tables = tables[rows, : -(-int(context_lens.max()) // self.block_size)]
             rows = np.arange(len(rows), dtype=np.int32)
-        return AttentionMetadata(*(self._send(x) for x in (tables, rows, query_start, context_lens, slots)))
+        return AttentionMetadata(
+            block_tables=self._send(tables),
+            rows=self._send(rows),
+            query_start=self._send(query_start),
+            context_lens=self._send(context_lens),
+            slots=self._send(slots),
+        )
 
     def failed_of(self, step: Step) -> dict[int, str]:
         """Those of the step's rows that failed, in it or before, and why."""

@@ -119,7 +119,8 @@ def _extend(entries: np.ndarray, more: Iterable[tuple[float, ...]]) -> np.ndarra
 
 def _of_step(entries: np.ndarray, place_of: np.ndarray) -> np.ndarray:
     """Those of rows that have a place in the step."""
-    return entries[place_of[entries["row"]] >= 0]
+    found: np.ndarray = entries[place_of[entries["row"]] >= 0]
+    return found
 
 
 def _indices(entries: np.ndarray, place_of: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
