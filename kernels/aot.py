@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import pkgutil
 import re
 import subprocess
@@ -145,7 +144,7 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
     return used["REG"], max(used["STACK"], used["LOCAL"])
@@ -178,7 +177,7 @@ def write_table(path: Path, results: list[Compiled]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kernels.aot", description=inspect.getdoc(sys.modules[__name__]).split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m kernels.aot", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("operations", nargs="*", help="files of kernels/triton, without .py")
     parser.add_argument("--all", action="store_true", help="every operation")
     parser.add_argument("--chip", type=int, action="append", choices=ALL_CHIPS, help="compute capability, repeatable; default: all")
@@ -190,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = [x for x in chosen if x not in known]
     if unknown or not chosen:
         parser.error(f"--all, or operations out of {', '.join(known)}" + "".join(f"; unknown: {x}" for x in unknown))
-    results = []
+    results: list[Compiled] = []
     for operation in chosen:
         for variant in known[operation][: 1 if options.first else None]:
             for chip in options.chip or ALL_CHIPS:

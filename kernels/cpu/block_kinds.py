@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -173,7 +174,7 @@ def pack_records(blocks: Blocks, kind: Kind) -> NDArray[np.uint8]:
     return packed
 
 
-def _pad_rows(x: NDArray, panels: int) -> NDArray:
+def _pad_rows(x: NDArray[Any], panels: int) -> NDArray[Any]:
     missing = panels * LANES - len(x)
     return np.pad(x, ((0, missing), (0, 0))) if missing else x
 
@@ -185,7 +186,7 @@ def _pack_codes(codes: NDArray[np.uint8], kind: Kind) -> NDArray[np.uint8]:
     if kind.bits == 8:
         return lines.reshape(panels, blocks, -1)
     half = kind.groups // 2
-    packed = [(lines[:, :, :half] & 15) | (lines[:, :, half:] << 4)]
+    packed: list[NDArray[Any]] = [(lines[:, :, :half] & 15) | (lines[:, :, half:] << 4)]
     if kind.bits == 5:
         packed.append(np.packbits(lines >> 4, axis=3, bitorder="little"))
     elif kind.bits == 6:

@@ -97,5 +97,5 @@ def draw(drawn, logits, greedy, seeds, positions):
             for j in range(min(CHUNK, vocab - first)):
                 score = row[first + j] + noise[_place(j)]
                 if score > best_score or (score == best_score and first + j < best):
-                    best, best_score = first + j, score
+                    best, best_score = first + j, score  # type: ignore[assignment]  # numba unifies them
         drawn[i] = best

@@ -28,7 +28,7 @@ LANES = 16  # of a vector of 32-bit numbers: one register of AVX-512, two of AVX
 @functools.cache
 def features() -> frozenset[str]:
     """Instruction sets that numba compiles for, by LLVM's names: the processor's, or what NUMBA_CPU_FEATURES says instead."""
-    told = numba.config.CPU_FEATURES
+    told = numba.config.CPU_FEATURES  # type: ignore[attr-defined]  # made at import, out of the environment
     if told is not None:
         return frozenset(name[1:] for name in told.split(",") if name.startswith("+"))
     return frozenset(name for name, there in binding.get_host_cpu_features().items() if there)

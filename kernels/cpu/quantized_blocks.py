@@ -29,8 +29,11 @@ class Scales:
 
     def cut(self, begin: int, end: int, total: int) -> Scales:
         """Those of columns begin..end-1 of `total`, which cut through nothing."""
-        arrays = (self.numbers, self.factors)
-        return Scales(*(x if x is None else x[:, begin * x.shape[1] // total : end * x.shape[1] // total] for x in arrays))
+
+        def part(x: NDArray[np.float32]) -> NDArray[np.float32]:
+            return x[:, begin * x.shape[1] // total : end * x.shape[1] // total]
+
+        return Scales(part(self.numbers), None if self.factors is None else part(self.factors))
 
 
 @dataclass
@@ -105,8 +108,11 @@ def _concatenate(first: Blocks, second: Blocks) -> Blocks:
 def zeros_like(blocks: Blocks, num_rows: int) -> Blocks:
     """`num_rows` rows of zeros of the same layout."""
 
+    def zeros(x: NDArray[np.float32]) -> NDArray[np.float32]:
+        return np.zeros((num_rows, x.shape[1]), np.float32)
+
     def empty(scales: Scales) -> Scales:
-        return Scales(*(x if x is None else np.zeros((num_rows, x.shape[1]), np.float32) for x in (scales.numbers, scales.factors)))
+        return Scales(zeros(scales.numbers), None if scales.factors is None else zeros(scales.factors))
 
     codes = np.full((num_rows, blocks.codes.shape[1]), blocks.middle, np.uint8)
     return Blocks(codes, blocks.bits, empty(blocks.scales), None if blocks.minima is None else empty(blocks.minima))
