@@ -47,7 +47,12 @@ class Service:
         self.pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="text")
         self.models = ServedModels(config, self.pool)
         self.readers = Readers(min(MAX_READERS, os.cpu_count() or 1))
-        self.rules = RequestRules(RequestLimits.of(config), config.trust_request_chat_template, self.models.template_defaults)
+        self.rules = RequestRules(
+            RequestLimits.of(config),
+            config.trust_request_chat_template,
+            config.special_tokens_in_messages,
+            self.models.template_defaults,
+        )
         self.limits = AdmissionLimits(config.max_num_queued_reqs, config.max_num_queued_tokens)
         self.draining = False
         self.observer = RequestObserver(self.metrics)

@@ -57,6 +57,9 @@ class ApiConfig:
     )
     chat_template: str | None = option(None, "file with a Jinja chat template that replaces the model's own")
     trust_request_chat_template: bool = option(False, "allow requests to bring their own chat template")
+    special_tokens_in_messages: bool = option(
+        False, "let the text of messages spell special tokens, such as <|im_end|>, which can forge turns"
+    )
     default_chat_template_kwargs: str | None = option(None, "JSON object with variables for every chat template")
     max_num_queued_reqs: int | None = option(
         None, "most choices that wait or run for a model; a request beyond them is a 503 with Retry-After"

@@ -56,8 +56,11 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, rules: Request
 
 
 def chat_text(body: TemplateFields, model: ServedModel, rules: RequestRules) -> str:
-    """The prompt that the messages become."""
-    return render_chat(body, _template_for(body.chat_template, model, rules), rules.template_defaults)
+    """The prompt that the messages become. Special tokens that they spell are guarded where they are not trusted."""
+    template = _template_for(body.chat_template, model, rules)
+    if rules.special_tokens_in_messages:
+        return render_chat(body, template, rules.template_defaults)
+    return render_chat(body, template, rules.template_defaults, model.tokenizer.guarded)
 
 
 def _template_for(source: str | None, model: ServedModel, rules: RequestRules) -> ChatTemplate:

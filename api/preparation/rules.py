@@ -14,4 +14,5 @@ class RequestRules:
 
     limits: RequestLimits = RequestLimits()
     trust_request_chat_template: bool = False
+    special_tokens_in_messages: bool = False
     template_defaults: dict[str, Any] = field(default_factory=dict)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from api.errors import BadRequest
 from api.request.sampling_params import ModelLimits
 from api.request.schemas import ChatMessage, ContentPart, TemplateFields
-from api.text.chat_template import ChatTemplate, Message
+from api.text.chat_template import ChatTemplate
+from api.text.template_probe import Message, as_parts
 from api.text.tokenizer import TextTokenizer
 
+ROLES = ("system", "user", "assistant", "tool")  # that a template may leave out if it likes
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
@@ -43,26 +45,33 @@ class Truncation:
     side: Literal["left", "right"] = "left"
 
 
-def render_chat(request: TemplateFields, template: ChatTemplate, default_kwargs: dict[str, Any]) -> str:
-    messages = [_conversation_message(message, template.takes_parts) for message in request.messages]
-    extra = {**default_kwargs, **(request.chat_template_kwargs or {})}
+def render_chat(
+    request: TemplateFields, template: ChatTemplate, defaults: dict[str, Any], guard: Callable[[Any], Any] = lambda value: value
+) -> str:
+    """`guard` is applied to all that the request puts into the prompt."""
+    messages = [_conversation_message(message, template, place == 0) for place, message in enumerate(request.messages)]
+    extra = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         extra.setdefault("reasoning_effort", request.reasoning_effort)
     return template.render(
-        messages,
+        guard(messages),
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
-        documents=request.documents,
-        extra=extra,
+        documents=guard(request.documents),
+        extra={**defaults, **guard(extra)},
     )
 
 
 def tokenize_text(
     text: str, tokenizer: TextTokenizer, limits: ModelLimits, add_special_tokens: bool, truncation: Truncation | None = None
 ) -> Prompt:
-    text = _shortened(text, tokenizer, limits, truncation)
+    plain = tokenizer.unguarded(text)
+    if truncation is not None and truncation.size is not None:
+        text = _cut(text, limits.max_model_len * tokenizer.max_chars_per_token, truncation)
+    else:
+        _check_length(plain, tokenizer, limits)
     token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return checked(Prompt(token_ids, text), limits, truncation)
+    return checked(Prompt(token_ids, plain), limits, truncation)
 
 
 def checked(prompt: Prompt, limits: ModelLimits, truncation: Truncation | None = None) -> Prompt:
@@ -111,11 +120,16 @@ def _truncate(token_ids: Sequence[int], limits: ModelLimits, truncation: Truncat
     return token_ids[len(token_ids) - size :] if truncation.side == "left" else token_ids[:size]
 
 
-def _shortened(text: str, tokenizer: TextTokenizer, limits: ModelLimits, truncation: Truncation | None) -> str:
-    """The part of `text` that a truncated prompt can come from. No tokenizing of what cannot fit, however it is cut into tokens."""
+def _cut(text: str, most: int, truncation: Truncation) -> str:
+    """The part of `text`, `most` characters, that a truncated prompt can come from."""
+    if len(text) <= most:
+        return text
+    return text[len(text) - most :] if truncation.side == "left" else text[:most]
+
+
+def _check_length(text: str, tokenizer: TextTokenizer, limits: ModelLimits) -> None:
+    """No tokenizing of what cannot fit, however it is cut into tokens."""
     most = limits.max_model_len * tokenizer.max_chars_per_token
-    if truncation is not None and truncation.size is not None:
-        return text if len(text) <= most else text[len(text) - most :] if truncation.side == "left" else text[:most]
     if len(text) > most:
         raise BadRequest(
             f"This model's maximum context length is {limits.max_model_len} tokens. However, your prompt contains "
@@ -125,7 +139,6 @@ def _shortened(text: str, tokenizer: TextTokenizer, limits: ModelLimits, truncat
         )
     if len(text) > limits.max_model_len and (fewest := tokenizer.fewest_tokens(text)) >= limits.max_model_len:
         raise _too_long(f"at least {fewest}", limits)
-    return text
 
 
 def _too_long(num_tokens: str, limits: ModelLimits) -> BadRequest:
@@ -136,20 +149,35 @@ def _too_long(num_tokens: str, limits: ModelLimits) -> BadRequest:
     )
 
 
-def _conversation_message(message: ChatMessage, takes_parts: bool) -> Message:
-    """A message as templates expect it. `takes_parts`: the template loops over content parts, so it gets them."""
+def _conversation_message(message: ChatMessage, template: ChatTemplate, is_first: bool) -> Message:
+    """A message as the template takes it: as the client sent it where it can, else as text or as parts."""
     fields = message.model_dump(exclude_none=True)
+    fields["role"] = role = _known_role(message.role, template, is_first)
+    forms = template.forms(role, is_first)
     content = message.content
     if content is None:
-        fields["content"] = [] if takes_parts else ""
-    elif isinstance(content, list):
+        fields["content"] = None if forms.none else "" if forms.text or not forms.parts else []
+    elif isinstance(content, str):
+        fields["content"] = as_parts(content) if forms.parts and not forms.text else content
+    else:
         texts = [_part_text(part) for part in content]
-        fields["content"] = [{"type": "text", "text": text} for text in texts] if takes_parts else "\n".join(texts)
-    elif takes_parts:
-        fields["content"] = [{"type": "text", "text": content}]
+        fields["content"] = [part for text in texts for part in as_parts(text)] if forms.parts else "\n".join(texts)
     if message.tool_calls:
         fields["tool_calls"] = [_with_parsed_arguments(call) for call in message.tool_calls]
     return fields
+
+
+def _known_role(role: str, template: ChatTemplate, is_first: bool) -> str:
+    """The role as the template knows it: `developer` is OpenAI's newer word for `system`. Raises BadRequest for one that it would
+    leave out without a word."""
+    if role in ROLES:
+        return role
+    forms = template.forms(role, is_first)
+    if forms.shown or forms.raises:
+        return role
+    if role == "developer" and template.forms("system", is_first).shown:
+        return "system"
+    raise BadRequest(f"The chat template of this model does not take messages of the role {role[:64]!r}.", param="messages")
 
 
 def _part_text(part: ContentPart) -> str:

@@ -18,9 +18,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from api.errors import BadRequest, sanitize_message
+from api.text.template_probe import Message, RoleForms, probe
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-Message = dict[str, Any]
+MAX_KNOWN_ROLES = 64  # roles are what requests say
 _MARK = "<|headrace:continue|>"  # put behind the message to be continued, and cut away with all that the template adds after it
 
 
@@ -67,11 +68,20 @@ class ChatTemplate:
         environment = _make_environment()
         try:
             self._template = environment.from_string(source)
-            self.takes_parts = _iterates_content(environment.parse(source))
         except Exception as error:  # of Jinja, or of the Python code that it makes, such as too many blocks in each other
             reason = sanitize_message(str(error))
             raise BadRequest(f"The chat template is not valid: {reason}", param="chat_template") from error
         self._variables = dict(variables or {})
+        self._forms: dict[tuple[str, bool], RoleForms] = {}
+
+    def forms(self, role: str, is_first: bool) -> RoleForms:
+        """What the template takes of messages of a role; `is_first`: at the beginning of a conversation."""
+        known = self._forms.get((role, is_first))
+        if known is None:
+            known = probe(role, is_first, lambda messages: self.render(messages, add_generation_prompt=False))
+            if len(self._forms) < MAX_KNOWN_ROLES:
+                self._forms[role, is_first] = known
+        return known
 
     def render(
         self,
@@ -126,22 +136,3 @@ def _cut_at_mark(prompt: str) -> str:
         )
     trims = not prompt.startswith(_MARK + " ", place)  # the template does, so the message that goes on is to end trimmed too
     return prompt[:place].rstrip() if trims else prompt[:place]
-
-
-def _iterates_content(tree: nodes.Template) -> bool:
-    """Whether the template loops over a message's content, that is: takes a list of parts and not only a string."""
-    aliases = {
-        assignment.target.name
-        for assignment in tree.find_all(nodes.Assign)
-        if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node)
-    }
-    return any(
-        _is_content(loop.iter) or (isinstance(loop.iter, nodes.Name) and loop.iter.name in aliases)
-        for loop in tree.find_all(nodes.For)
-    )
-
-
-def _is_content(node: nodes.Node) -> bool:
-    if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"

@@ -19,6 +19,7 @@ from api.errors import BadRequest
 from api.text.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer, TokenBytes, unfinished_tail
 from engine.protocol import TokenizerBundle
 
+GUARD = "\ufdd0"  # put into a special token's spelling; a code point that is no character (Unicode, section 23.7)
 SPACE = "\u2581"  # SentencePiece writes a space as this
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SEQUENCES = ("normalizers", "pretokenizers", "decoders")  # where a sequence keeps its steps, by the kind of component
@@ -65,6 +66,12 @@ class TextTokenizer:
         self.max_chars_per_token = max((len(token) for token in tokens), default=1)
         self.bytes = _make_token_bytes(file, tokens, self.special_ids)
         self._least_share = _least_shares(file, self.bytes)
+        contents = sorted((token.content for token in file.added_tokens if token.special and len(token.content) > 1), key=len)
+        self._special = re.compile("|".join(map(re.escape, reversed(contents)))) if contents else None
+        self._text_only: Any = Tokenizer.from_str(bundle.tokenizer_json)  # to which special tokens are text as any other
+        self._text_only.no_truncation()
+        self._text_only.no_padding()
+        self._text_only.encode_special_tokens = True
 
     def _id_to_token(self) -> list[str]:
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -74,9 +81,49 @@ class TextTokenizer:
         return tokens
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises BadRequest for text that is not Unicode (a lone surrogate, which JSON can spell)."""
+        """Special tokens that are spelled in `text` become such, unless they were guarded. Raises BadRequest for text that is not
+        Unicode (a lone surrogate, which JSON can spell)."""
+        if GUARD in text and self._special is not None:
+            return self._encode_guarded(text, add_special_tokens)
+        return self._encode(self._tokenizer, text, add_special_tokens)
+
+    def guarded(self, value: Any) -> Any:
+        """`value`, a string or what JSON makes of strings, in which special tokens that are spelled are only text to `encode`."""
+        if isinstance(value, str):
+            while self._special is not None and self._special.search(value):  # breaking some may leave others
+                value = self._special.sub(lambda found: found[0][0] + GUARD + found[0][1:], value)
+            return value
+        if isinstance(value, list):
+            return [self.guarded(item) for item in value]
+        if isinstance(value, dict):
+            return {self.guarded(name): self.guarded(item) for name, item in value.items()}
+        return value
+
+    def unguarded(self, text: str) -> str:
+        return text.replace(GUARD, "")
+
+    def _encode_guarded(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The tokenizer takes special tokens out first and the text between them piece by piece; so does this."""
+        assert self._special is not None
+        ids: list[int] = []
+        trusted = ""
+        for piece in re.split(f"({self._special.pattern})", text):
+            if GUARD not in piece:
+                trusted += piece
+                continue
+            ids += self._encode(self._tokenizer, trusted, False)
+            ids += self._encode(self._text_only, self.unguarded(piece), False)
+            trusted = ""
+        ids += self._encode(self._tokenizer, trusted, False)
+        if not add_special_tokens:
+            return ids
+        inside, whole = (self._encode(self._tokenizer, "a", added) for added in (False, True))
+        before = next(place for place in range(len(whole)) if whole[place : place + len(inside)] == inside)
+        return [*whole[:before], *ids, *whole[before + len(inside) :]]
+
+    def _encode(self, tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
             raise BadRequest("Text with lone surrogates cannot be encoded.", param="prompt") from error
         ids: list[int] = encoding.ids

@@ -39,6 +39,39 @@ def test_content_as_the_template_takes_it() -> None:
     assert render(PARTS, parts, {"role": "user", "content": "c"}) == "<user>[text a][text b]<user>[text c]"
 
 
+KNOWN_ROLES = ChatTemplate(
+    "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+USERS_ALONE = ChatTemplate("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}")
+
+
+def test_a_developer_is_the_system_to_templates_that_know_no_developer() -> None:
+    talk = {"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}
+    assert render(KNOWN_ROLES, *talk) == "<system>Be brief.<user>Hi"
+    assert render(PLAIN, *talk) == "<developer>Be brief.<user>Hi"
+    assert render(KNOWN_ROLES, talk[1], talk[0]) == "<user>Hi<system>Be brief."
+    with pytest.raises(BadRequest, match="does not take messages of the role 'developer'"):
+        render(USERS_ALONE, *talk)
+
+
+def test_a_role_that_would_be_left_out() -> None:
+    talk = {"role": "usr", "content": "Hi"}
+    assert render(PLAIN, talk) == "<usr>Hi"
+    with pytest.raises(BadRequest, match="does not take messages of the role 'usr'"):
+        render(KNOWN_ROLES, talk)
+    refusing = ChatTemplate("{{ raise_exception('Only user and assistant!') }}")
+    with pytest.raises(BadRequest, match="Only user and assistant!"):
+        render(refusing, talk)
+
+
+def test_one_template_may_want_text_here_and_parts_there() -> None:
+    source = "[SYS {{ messages[0].content|trim }}]{% for m in messages[1:] %}{% if m.content is string %}{{ m.content }}{% else %}"
+    template = ChatTemplate(source + "{% for p in m.content %}({{ p.text }}){% endfor %}{% endif %}{% endfor %}")
+    system, parts = {"role": "system", "content": "Be brief."}, [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render(template, system, {"role": "user", "content": "Hi"}) == "[SYS Be brief.]Hi"
+    assert render(template, {"role": "system", "content": parts}, {"role": "user", "content": "Hi"}) == "[SYS a\nb]Hi"
+
+
 def test_arguments_of_calls_are_objects_for_the_template() -> None:
     template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments.city }}")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Bonn"}'}}

@@ -72,13 +72,48 @@ def test_variables_of_the_request() -> None:
         template.render(TALK, extra={"messages": []})
 
 
+LOOP = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+EACH = "{%% for m in messages %%}<{{ m.role }}>%s{%% endfor %%}"
+BY_ROLE = "{% if m.role == 'tool' %}" + LOOP + "{% else %}{{ m.content }}{% endif %}"
+EITHER = "{% if m.content is string %}{{ m.content }}{% else %}" + LOOP + "{% endif %}"
+
+
 @pytest.mark.parametrize(
-    ("source", "takes_parts"),
+    ("source", "role", "is_first", "text", "parts"),
     [
-        (CHATML, False),
-        ("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}", True),
-        ("{% for m in messages %}{% set c = m['content'] %}{% for part in c %}{{ part }}{% endfor %}{% endfor %}", True),
+        (CHATML, "user", False, True, False),
+        (TRIMMING, "system", True, True, False),
+        (EACH % LOOP, "user", True, False, True),
+        (EACH % ("{% set c = m['content'] %}" + LOOP.replace("m.content", "c")), "user", False, False, True),
+        (EACH % EITHER, "user", False, True, True),
+        (EACH % BY_ROLE, "tool", False, False, True),
+        (EACH % BY_ROLE, "user", False, True, False),
+        (EACH % "{{ 'A ' + m.content }}", "user", True, True, False),
+        (EACH % "{{ m.content | tojson }}", "user", True, True, False),
+        ("[SYS {{ messages[0].content|trim }}]{% for m in messages[1:] %}" + EITHER + "{% endfor %}", "system", True, True, False),
+        ("[SYS {{ messages[0].content|trim }}]{% for m in messages[1:] %}" + EITHER + "{% endfor %}", "user", False, True, True),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "developer", True, False, False),
     ],
 )
-def test_whether_content_is_taken_in_parts(source: str, takes_parts: bool) -> None:
-    assert ChatTemplate(source).takes_parts is takes_parts
+def test_the_form_of_content_is_probed(source: str, role: str, is_first: bool, text: bool, parts: bool) -> None:
+    forms = ChatTemplate(source).forms(role, is_first)
+    assert (forms.text, forms.parts, forms.raises) == (text, parts, False)
+
+
+def test_content_that_is_none() -> None:
+    branch = EACH % "{% if m.content is none %}-{% else %}{{ m.content }}{% endif %}"
+    assert ChatTemplate(branch).forms("assistant", False).none
+    assert not ChatTemplate(EACH % "{{ m.content }}").forms("assistant", False).none
+    assert not ChatTemplate(EACH % "{{ 'A' + m.content }}").forms("assistant", False).none
+
+
+def test_a_role_that_the_template_refuses_itself() -> None:
+    source = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + EACH % "{{ m.content }}"
+    assert ChatTemplate(source).forms("system", True).raises
+    assert not ChatTemplate(source).forms("user", True).raises
+
+
+def test_roles_that_are_made_up_are_not_all_remembered() -> None:
+    template = ChatTemplate(CHATML)
+    assert all(template.forms(f"role{number}", False).text for number in range(200))
+    assert len(template._forms) == 64
