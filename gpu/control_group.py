@@ -63,7 +63,7 @@ def _limited() -> Iterator[tuple[int, Path]]:
 def _used_memory(group: Path) -> int:
     """Bytes of a group that its limit would not get back by dropping what it has cached of files.
 
-    The kernel counts those too, up to the limit where a checkpoint was read or a file was written. What is mapped is in use.
+    The kernel counts those too, up to the limit where a checkpoint was read or a file was written. Mapped memory is in use.
     """
     counts = dict(line.split() for line in _lines(group / "memory.stat"))
     below = "total_" if "total_inactive_file" in counts else ""  # version 1 counts the group alone, and all below it

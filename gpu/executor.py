@@ -54,7 +54,7 @@ ReplyT = TypeVar("ReplyT", Loaded, Allocated)
 
 
 class WorkerError(RuntimeError):
-    """The workers are gone; the message is the reason. `permanent`: the model cannot be served, a new start would fail alike."""
+    """The workers have failed; the message is the reason. `permanent`: a new start would fail in the same way."""
 
     def __init__(self, reason: str, permanent: bool = False) -> None:
         super().__init__(reason)
@@ -117,7 +117,7 @@ class Executor(ABC):
 
     def _fail(self, failure: WorkerError) -> None:
         if self._keep(failure):
-            logger.error("the workers are gone: %s", failure)
+            logger.error("the workers have failed: %s", failure)
 
 
 class UniProcExecutor(Executor):

@@ -43,8 +43,8 @@ def available_memory() -> int:
 def passing_memory(work: Callable[[], None]) -> int:
     """Bytes that this process had in memory at `work`'s peak and has no more after it.
 
-    What `work` keeps or has mapped is not among them: `available_memory` knows of that. Where the kernel does not let the peak
-    begin anew it is that of the process's whole life: then this says too much, never too little.
+    Memory that `work` keeps or has mapped is not among them: `available_memory` counts that. Where the kernel cannot reset the
+    peak, it is that of the process's whole life, and the result is too large, never too small.
     """
     try:
         (PROCESS / "clear_refs").write_text("5")  # proc(5): the peak is what is in memory now

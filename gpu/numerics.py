@@ -1,6 +1,6 @@
-"""Numeric classes: what a model's weights and activations are rounded to.
+"""Numeric classes: the types to which a model's weights and activations are rounded.
 
-Engines of one class compute the same values, whatever kernels they have.
+Engines of one class compute the same values, with different kernels too.
 """
 
 from __future__ import annotations

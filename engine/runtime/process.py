@@ -94,7 +94,7 @@ def run_engine(config: EngineConfig, progress_fd: int | None = None, shutdown_ti
         progress.say("failed", message=str(error), permanent=not isinstance(error, DoesNotFit))
         return EXIT_CONFIG
     except (Fenced, BusUnavailable) as error:
-        logger.error("the engine lost its place: %s", error)
+        logger.error("the engine was fenced or lost Redis: %s", error)
         progress.say("failed", message=str(error), permanent=False)
         return EXIT_TEMPORARY
     except WorkerError as error:

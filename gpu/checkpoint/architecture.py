@@ -1,4 +1,4 @@
-"""What distinguishes one decoder of the Llama family from another: read from a Hugging Face `config.json`. Torch-free."""
+"""The differences between decoders of the Llama family, read from a Hugging Face `config.json`. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Values out of a model's files, checked for type and range where they are read. Torch-free.
 
-Each number, text and list of a JSON file or of a GGUF file's metadata is read through `Fields` by a `Rule`, so that a wrong one is
-told with file, field and value.
+`Fields` reads each number, text and list of a JSON file, or of a GGUF file's metadata, by a `Rule`. So the error about a wrong one
+names file, field and value.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Fields:
         message = f"{self.source}: {self.path}{name} is {shown(self.values.get(name))}, but must be {rule}"
         if not self.lenient:
             raise CheckpointError(message)
-        logger.warning("%s; what is wrong is ignored", message)
+        logger.warning("%s; the wrong value is ignored", message)
 
 
 def shown(value: Any) -> str:

@@ -1,8 +1,8 @@
 """GGUF, llama.cpp's file format: metadata, tensor table and raw tensor rows. Torch-free.
 
 Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): magic "GGUF", version, counts, key-value metadata, tensor table,
-padding, tensor data. The header is read here rather than by the `gguf` package, whose reader makes several numpy arrays for every
-token of the vocabulary (2 s for 49,152 tokens, against 70 ms); types and their sizes are the package's.
+padding, tensor data. The reader of the `gguf` package makes several numpy arrays for every token of the vocabulary. It takes 2 s
+for 49,152 tokens, this one 70 ms. Types and their sizes are the package's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, in headrace's terms: configuration, tensor names, order of rows. Torch-free."""
+"""A GGUF file's description of its model, in headrace's terms: configuration, tensor names, order of rows. Torch-free."""
 
 from __future__ import annotations
 

@@ -149,8 +149,8 @@ def _add_special_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, merges: Me
 def _overlooked_control_tokens(vocabulary: Vocabulary, merges: Merges) -> set[str]:
     """Control tokens that the file takes for text, as converters have written them, or that it gives no type.
 
-    Known ends of a turn are (llama.cpp takes them for control tokens too), and so is what the file names as special or its chat
-    template writes, and no merge makes: as text it would never be that token.
+    These are the known ends of a turn, as in llama.cpp. So are tokens that the file names as special or its chat template writes,
+    if no merge makes them: as text they would never be that token.
     """
     template, named = vocabulary.chat_template or "", {vocabulary.tokens[number] for number in vocabulary.ids.values()}
     kinds = list(zip(vocabulary.tokens, vocabulary.types, strict=True))

@@ -1,8 +1,8 @@
 """The file in which the processes of a machine share their packed matrices.
 
-What packing makes depends on the checkpoint, the numeric class, the rank and the instruction set alone. With a folder for it, the
-first process writes it down, and everybody maps the same pages: two engines hold the weights once, and a restarted one does not
-read the checkpoint again.
+Packed matrices depend on the checkpoint, the numeric class, the rank and the instruction set alone. If there is a folder for them,
+the first process writes them into a file, and all processes map the same pages. Two engines hold the weights once, and a restarted
+engine does not read the checkpoint again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PrivateWeights:
 class SharedWeights:
     """Packed matrices in a file, mapped. Of several processes at once one packs, the rest wait for it.
 
-    A file has its name only when it is whole. What goes wrong with the disk costs a warning and private memory, not the start.
+    A file has its name only when it is whole. An error of the disk costs a warning and private memory, not the start.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,7 +102,8 @@ class SharedWeights:
         self._unlock()
 
     def abandon(self) -> None:
-        """Not all matrices will be asked for: a new file is dropped, and who waits for it makes its own. What is mapped stays."""
+        """Not all matrices will be asked for: a new file is dropped, and processes that wait for it make their own.
+        Matrices that are mapped stay mapped."""
         if self._lock is not None:  # else the draft is another process's
             with suppress(OSError):
                 self._draft.unlink(missing_ok=True)
@@ -162,12 +163,12 @@ class SharedWeights:
         _forget_old(self._path.parent)
 
     def _give_up(self, error: OSError) -> None:
-        """What comes is private."""
+        """From now on, matrices are private."""
         logger.warning("packed weights are not kept in %s: %s", self._path.parent, error)
         self.abandon()
 
     def _map(self, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Copy on write, which nobody does: torch and numba ask for memory that may be written."""
+        """Copy on write, though nothing writes: torch and numba ask for memory that may be written."""
         assert self._data is not None
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if not size:

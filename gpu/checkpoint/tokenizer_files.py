@@ -1,4 +1,4 @@
-"""What an API server needs of a model's files: tokenizer, chat template, end tokens, sampling defaults. Torch-free."""
+"""The parts of a model's files that an API server needs: tokenizer, chat template, end tokens, sampling defaults. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checkpoints: named tensors on disk, in any supported format, read shard by shard; and random ones for tests.
 
-A checkpoint yields one tensor, or the rows and columns of it that a tensor parallel rank wants, at a time, so that loading needs
-little more memory than the weights kept.
+A checkpoint yields one tensor at a time, or the rows and columns of it that a tensor parallel rank wants. So loading needs little
+more memory than the weights kept.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class CompiledLayers:
 
 
 class _Operands:
-    """What the compiled calls take of a layer: a norm's weight and epsilon, then matrices; `kernels.cpu.layer` has the order."""
+    """A layer's arguments for the compiled calls: a norm's weight and epsilon, then matrices; `kernels.cpu.layer` has the order."""
 
     def __init__(self, layer: DecoderLayer) -> None:
         attention, mlp = layer.attention, layer.mlp
@@ -75,6 +75,6 @@ def _is_plain(layer: DecoderLayer) -> bool:
 
 
 def _operands(linear: Linear) -> tuple[np.ndarray, np.ndarray]:
-    """What `kernels.cpu.layer.project` takes."""
+    """The arguments of `kernels.cpu.layer.project`."""
     assert isinstance(linear, PackedLinear)
     return linear.operands

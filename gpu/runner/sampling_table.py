@@ -1,4 +1,4 @@
-"""What requests ask of the sampler: one row each in columns, changed when a request comes or goes."""
+"""Sampling parameters of requests: one row each in columns, changed when a request comes or goes."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _BAD_WORDS = np.dtype([("row", np.int64), ("token", np.int64), ("length", np.int
 
 
 class Histories(NamedTuple):
-    """What is known of each row's tokens."""
+    """The known tokens of each row."""
 
     token_ids: Int32Array  # [max_num_seqs, longest]
     num_tokens: Int32Array  # [max_num_seqs], prompt and output
