@@ -52,7 +52,7 @@ def ps(redis_url: str, data_dir: str, model: str | None, as_json: bool, everythi
         tables.show_requests(found, now)
 
 
-@click.command()
+@click.command(short_help="Show a request and where its time went.")
 @bus_options
 @click.argument("request_id", metavar="ID")
 def inspect(redis_url: str, data_dir: str, model: str | None, as_json: bool, request_id: str) -> None:
@@ -70,7 +70,7 @@ def inspect(redis_url: str, data_dir: str, model: str | None, as_json: bool, req
         tables.show_request(newest, others)
 
 
-@click.command()
+@click.command(short_help="End requests and wait until they are over.")
 @bus_options
 @click.option("--all", "everything", is_flag=True, help="all requests that wait or run")
 @click.option(
@@ -101,7 +101,7 @@ def abort(
     return 0 if all(result.is_over for result in results) else 1
 
 
-@click.command()
+@click.command(short_help="List living engines.")
 @bus_options
 def engines(redis_url: str, data_dir: str, model: str | None, as_json: bool) -> None:
     """List living engines: their requests, their KV use and their limits."""
@@ -140,7 +140,7 @@ def usage(redis_url: str, data_dir: str, model: str | None, as_json: bool, since
         tables.show_usage(rows)
 
 
-@click.command()
+@click.command(short_help="Show what the scheduler does with a load.")
 @click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True, metavar="N", help="most tokens of a step")
 @click.option("--max-num-seqs", type=int, default=256, show_default=True, metavar="N", help="most requests that run at once")
 @click.option("--block-size", type=int, default=16, show_default=True, metavar="N", help="tokens in a KV block")

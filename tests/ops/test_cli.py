@@ -29,6 +29,7 @@ def test_help_lists_the_commands_in_the_order_of_use() -> None:
     listed = [line.split()[0] for line in text.split("Commands:\n")[1].splitlines()]
     assert listed == COMMANDS
     assert "headrace serve demo" in text
+    assert "..." not in text.split("Commands:")[1], "a short help is cut"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
