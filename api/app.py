@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from api.app_state import Service, service_of
 from api.errors import install_error_handlers
 from api.http.auth import Authentication, check_exposure
-from api.http.middleware import BodyLimit, RequestContext
+from api.http.middleware import BodyLimit, Methods, RequestContext
 from api.request.schemas import ErrorAnswer
 from api.routes import chat, completions, health, models, requests, tokenize
 from api.version import VERSION
@@ -50,6 +50,7 @@ class Application(FastAPI):
         config = service.config
         app: ASGIApp = BodyLimit(super().build_middleware_stack(), config.max_request_bytes)
         app = Authentication(app, service.keys)
+        app = Methods(app, self.routes)
         if config.allowed_origins:
             app = CORSMiddleware(app, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
         return RequestContext(app, service.metrics, config.enable_request_id_headers)

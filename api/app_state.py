@@ -128,14 +128,14 @@ class Service:
         while self.observer.open and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
         for generation in list(self.observer.open):
-            await generation.abort()
+            generation.abort()
 
     async def close(self) -> None:
         if self._background is not None:
             self._background.cancel()
             await asyncio.gather(self._background, return_exceptions=True)
         for generation in list(self.observer.open):
-            await generation.close()
+            generation.close()
         if self._client is not None:
             await self._client.close()
         await self.bus.close()

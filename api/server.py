@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 import uvloop
@@ -31,7 +32,6 @@ from engine.config import ApiConfig, RedisConfig
 logger = logging.getLogger("headrace.api")
 
 BACKLOG = 2048
-KEEP_ALIVE_SECONDS = 5  # of an idle HTTP connection
 LAST_WORDS_SECONDS = 5  # for aborted streams to send their end
 COLLECT_AFTER = 50_000  # objects more than were freed; Python's own number is 700
 SWITCH_SECONDS = 0.001  # after which a thread that works lets the event loop have the interpreter; Python's own number is 0.005
@@ -45,6 +45,8 @@ def run_api(config: ApiConfig, redis_config: RedisConfig, listener: socket.socke
     same way.
     """
     try:
+        if min(config.request_timeout, config.keep_alive_timeout) <= 0:
+            raise ConfigurationError("--request-timeout and --keep-alive-timeout must be more than 0 seconds")
         app = create_app(config, redis_config)
     except ConfigurationError as error:
         logger.error("%s", error)
@@ -118,14 +120,14 @@ async def _serve(app: FastAPI, listener: socket.socket) -> int:
     server = _Server(
         uvicorn.Config(
             app,
-            http=Connection,
+            http=partial(Connection, request_timeout=service.config.request_timeout),  # type: ignore[arg-type]  # uvicorn calls it
             ws="none",
             lifespan="on",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,  # nobody asks for the client's address
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_keep_alive=service.config.keep_alive_timeout,
             timeout_graceful_shutdown=LAST_WORDS_SECONDS,
             backlog=BACKLOG,
         )

@@ -1,20 +1,25 @@
-"""From a checked request to running streams: admission, enqueue, what a refusal looks like. No 200 before `enqueue` answered."""
+"""From a checked request to its response: admission, enqueue, what a refusal looks like. No 200 before `enqueue` answered."""
 
 from __future__ import annotations
 
 import time
 
 from fastapi import Request
+from starlette.responses import Response
 from starlette.types import Scope
 
 from api.app_state import Service, principal_of, service_of
 from api.errors import RETRY_AFTER, ApiError, BadRequest, ServiceUnavailable
 from api.http.auth import Principal, derive_cache_salt
 from api.http.headers import header
-from api.http.request_ids import INTERNAL_ID_HEADER, REQUEST_ID_HEADER, external_id, internal_id_header, internal_ids
+from api.http.request_ids import INTERNAL_ID_HEADER, REQUEST_ID_HEADER, body_id, header_id, internal_id_header, internal_ids
+from api.http.response_writer import response_writer
 from api.model_registry import NO_ENGINE
 from api.preparation.task import Task
+from api.response.answer import WholeAnswer, whole_response
+from api.response.chunk_format import AnswerFormat
 from api.response.generation import Generation
+from api.response.sse import EventSink, EventStream
 from engine.bus.enqueue import Refused, RequestFacts
 from engine.client.client import AsyncClient
 from engine.protocol import PROTOCOL_VERSION, EngineCoreRequest, encode_column
@@ -31,25 +36,46 @@ def admit(service: Service) -> None:
         raise ServiceUnavailable("The server is shutting down.", headers=RETRY_AFTER)
 
 
-async def submit(request: Request, task: Task, body_id: str | None) -> Generation:
-    """Enqueue all prompts of `task` or none. Raises BadRequest, ServiceUnavailable, BusUnavailable."""
+def make_generation(request: Request, task: Task, given_id: str | None) -> Generation:
+    """What will answer `request`; nothing of it is enqueued yet. `given_id`: the body's. Raises BadRequest."""
+    own: str = request.state.request_id
+    external = header_id(request.scope) or body_id(given_id) or own
+    ids = internal_ids(external, len(task.prompts))
+    return Generation(task, external, ids, time.time(), principal_of(request).tenant, service_of(request).observer)
+
+
+async def answer(request: Request, generation: Generation, format: AnswerFormat) -> Response:
+    """Enqueue the prompts of `generation` and make the response: events as they come, or all in one piece.
+
+    Raises BadRequest, ServiceUnavailable, BusUnavailable where nothing was enqueued; BadRequest, GenerationError where the engine
+    gave up.
+    """
+    headers, writer = _answer_headers(generation), response_writer(request.scope)
+    if generation.task.stream:
+        events = generation.sink = EventSink(format)
+        await _submit(request, generation)
+        return EventStream(generation, events, headers, service_of(request).config.sse_keep_alive_interval)
+    whole = generation.sink = WholeAnswer(generation.task.num_choices)
+    await _submit(request, generation)
+    return await whole_response(generation, whole, format, writer, headers)
+
+
+async def _submit(request: Request, generation: Generation) -> None:
+    """Enqueue all prompts of `generation` or none."""
     service = service_of(request)
     admit(service)
-    arrival = time.time()
-    principal = principal_of(request)
-    external = external_id(request.scope, body_id, request.state.request_id)
-    ids = internal_ids(external, len(task.prompts))
-    requests = _engine_requests(request.scope, principal, service.client, task, ids)
-    facts = RequestFacts(external, task.endpoint, task.stream, task.model.name)
+    task = generation.task
+    requests = _engine_requests(request.scope, principal_of(request), service.client, task, generation.internal_ids)
+    facts = RequestFacts(generation.external_id, task.endpoint, task.stream, task.model.name)
     try:
-        streams = await service.client.add(task.model.canonical_name, requests, facts, service.limits)
+        streams = await service.client.add(task.model.canonical_name, requests, generation.runs, facts, service.limits)
     except Refused as refusal:
         service.metrics.refused(task.model.name, refusal.reason)
         raise _refusal_error(refusal) from refusal
-    return Generation(task, external, ids, streams, arrival, principal.tenant, service.observer)
+    generation.begin(streams)
 
 
-def answer_headers(generation: Generation) -> dict[str, str]:
+def _answer_headers(generation: Generation) -> dict[str, str]:
     return {REQUEST_ID_HEADER: generation.external_id, INTERNAL_ID_HEADER: internal_id_header(generation.internal_ids)}
 
 

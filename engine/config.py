@@ -73,6 +73,10 @@ class ApiConfig:
     max_choices: int = option(4096, "most choices of one request, its prompts times n; more are a 400")
     max_stop_strings: int = option(4, "most stop strings of a request; more are a 400")
     max_bad_words: int = option(128, "most token sequences of a request's bad_words; more are a 400")
+    request_timeout: float = option(
+        30.0, "seconds in which a client must begin its first request, send a header, and send each MiB of a body"
+    )
+    keep_alive_timeout: int = option(5, "seconds after which a connection without a further request is closed")
     sse_keep_alive_interval: float = option(15.0, "seconds between the comments that keep a stream's connection open; 0: none")
     allowed_origins: list[str] = option(list, "origins that CORS allows; repeatable")
     return_tokens_as_token_ids: bool = option(False, "show tokens in logprobs as token_id:N")

@@ -8,16 +8,19 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import ApiError, PayloadTooLarge, error_response
 from api.http.headers import header
-from api.http.protocol import event_writer
-from api.http.request_ids import ASGI_ID_HEADER, is_safe_id, random_digits
+from api.http.request_ids import ASGI_ID_HEADER, header_id, random_digits
+from api.http.response_writer import EXTENSION, ResponseWriter
 from api.metrics.metrics import Metrics
 
 logger = logging.getLogger("headrace.api")
 
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 UNCOUNTED_PATHS = frozenset({"/metrics", "/health", "/live", "/ready", "/load", "/ping", "/version"})
 LINGER_SECONDS = 2.0  # that a client which sends too much is listened to behind its answer
 UNKNOWN_ROUTE = "none"  # label of what no route answers: paths that clients make up would be labels without end
@@ -65,11 +68,10 @@ class _Exchange:
     """What is to be known of one response as it goes out. `status` is 0 until it begins."""
 
     def __init__(self, scope: Scope, send: Send, id_header: bool) -> None:
-        given = header(scope, ASGI_ID_HEADER) or ""
-        self.request_id = given if is_safe_id(given) else random_digits(32)
+        self.request_id = header_id(scope) or random_digits(32)
         self.status = 0
         self._num_bytes = 0
-        self._writer = event_writer(scope)
+        self._writer: ResponseWriter | None = scope.get("extensions", {}).get(EXTENSION)
         self._send = send
         self._id_header = id_header
         scope.setdefault("state", {})["request_id"] = self.request_id
@@ -94,6 +96,34 @@ class _Exchange:
         if not self._id_header:
             return others
         return others + (given or [(ASGI_ID_HEADER, self.request_id.encode())])
+
+
+class Methods:
+    """Answers HEAD like GET, without the body, and OPTIONS with the methods of a path. `routes`: of the application."""
+
+    def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
+        self._app = app
+        self._routes = list(routes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method = scope["method"] if scope["type"] == "http" else ""
+        if method == "HEAD":  # the server, which has the outer scope, sends no body
+            inner = {**scope, "method": "GET"}
+            await self._app(inner, receive, send)
+            scope["route"] = inner.get("route")
+        elif method == "OPTIONS" and (allowed := self._allowed(scope)):
+            await Response(status_code=204, headers={"Allow": ", ".join(allowed)})(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> list[str]:
+        """Methods of the scope's path; none where there is no such path."""
+        found = [method for method in METHODS if any(self._has(route, {**scope, "method": method}) for route in self._routes)]
+        return [*found, *(["HEAD"] if "GET" in found else []), "OPTIONS"] if found else []
+
+    @staticmethod
+    def _has(route: BaseRoute, scope: Scope) -> bool:
+        return route.matches(scope)[0] is Match.FULL
 
 
 class BodyLimit:

@@ -1,77 +1,171 @@
-"""An HTTP connection that takes a stream's events without a coroutine: the end of the short way of a token (api.response.shortcut).
+"""The server's end of an HTTP connection: uvicorn's, and what it lacks.
 
-An ASGI server is sent to with `await`, through all layers of the application, and each event of each stream would wake a task for
-that. Nothing of it is needed while a response is under way and its socket takes what it is given.
+- Scopes have a `ResponseWriter`, and every response is told when its client leaves.
+- A client that keeps the server waiting for its request is hung up on after a bounded time.
+- An offer to go on in another protocol, such as HTTP/2 (h2c), is passed over, as RFC 9110, section 7.8, allows.
+- What is no HTTP gets an answer in the shape of all errors.
 """
 
 from __future__ import annotations
 
+import asyncio
+from enum import Enum
 from typing import Any
 
+import httptools
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-EXTENSION = "headrace.events"  # of ASGI scopes
+from api.errors import phrase_error
+from api.http.response_writer import EXTENSION, ResponseWriter
+
+MAX_HEADER = 1 << 16  # bytes
+BODY_PART = 1 << 20  # bytes of a body that must come within the same time as a header
+HOP_HEADERS = frozenset({b"connection", b"upgrade", b"http2-settings"})
 
 
-class EventWriter:
-    """Writes pieces of one chunked response (RFC 9112, section 7.1) and never waits: what is not `ready` is to be sent as usual."""
+class Phase(Enum):
+    """What the client is in the middle of. New: it has sent nothing yet. Idle: it has sent its requests whole."""
 
-    __slots__ = ("_cycle", "_flow", "_write", "num_bytes")
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self.num_bytes = 0
-        self._cycle = cycle
-        self._flow = cycle.flow
-        self._write = cycle.transport.write
-
-    @property
-    def ready(self) -> bool:
-        """The response has begun, in chunks, its client is there and not behind."""
-        cycle = self._cycle
-        return (
-            cycle.response_started
-            and cycle.chunked_encoding is True
-            and not self._flow.write_paused
-            and not cycle.disconnected
-            and not cycle.transport.is_closing()
-            and not cycle.response_complete
-        )
-
-    def write(self, before: bytes, middle: bytes = b"", after: bytes = b"") -> None:
-        """One piece out of three, put together once. Only when `ready`."""
-        num_bytes = len(before) + len(middle) + len(after)
-        self.num_bytes += num_bytes
-        self._write(b"%x\r\n%b%b%b\r\n" % (num_bytes, before, middle, after))
+    NEW, HEADER, BODY, IDLE = range(4)
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol, whose scopes have an `EventWriter`, and which tells every response that its client is gone."""
+    """`request_timeout`: seconds in which a client must begin its first request, send a header, send each MiB of a body."""
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
+    def __init__(self, *arguments: Any, request_timeout: float, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self._unfinished: list[RequestResponseCycle] = []
+        self._request_timeout = request_timeout
+        self._writers: list[ResponseWriter] = []  # of requests without a whole response; several in a pipeline, in their order
+        self._phase = Phase.NEW
+        self._phase_since = 0.0  # the loop's time; of a body, since when its part is waited for
+        self._phase_bytes = 0  # that have come of a header behind its first packet, or of a body's part
+        self._watch: asyncio.TimerHandle | None = None
+
+    # The client's side
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._begin(Phase.NEW)
+        self._watch = self.loop.call_later(self._request_timeout, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """uvicorn tells the request that came last; before it, in a pipeline, others may be under way."""
         super().connection_lost(exc)
-        for cycle in self._unfinished:
-            if not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
-        self._unfinished.clear()
+        if self._watch is not None:
+            self._watch.cancel()
+        for writer in self._writers:
+            if not writer.complete:
+                writer.lost()
+        self._writers.clear()
+
+    def data_received(self, data: bytes) -> None:
+        if self.parser is None:  # nothing more is read here
+            return
+        header = self.headers if self._phase is Phase.HEADER else None
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._pass_over_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(400, "This is no HTTP request.")
+        else:
+            if self._phase is Phase.HEADER and self.headers is header:
+                self._phase_bytes += len(data)
+                if self._phase_bytes > MAX_HEADER:
+                    self._refuse(431, f"The request's header is larger than {MAX_HEADER} bytes.")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        for writer in self._writers:
+            writer.paused()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        for writer in self._writers:
+            writer.resumed()
+
+    # The parser's side
+
+    def on_message_begin(self) -> None:
+        self._unset_keepalive_if_required()
+        super().on_message_begin()
+        self._begin(Phase.HEADER)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_headers_complete()
-        self._unfinished = [cycle for cycle in self._unfinished if not cycle.response_complete]
-        if self.cycle is not None:
-            self._unfinished.append(self.cycle)
-        if self.cycle is not None and self.cycle.scope is self.scope:  # not where another protocol takes over
-            scope: Scope = self.scope  # type: ignore[assignment]
-            scope["extensions"] = {EXTENSION: EventWriter(self.cycle)}
+        self._begin(Phase.BODY)
+        self._writers = [writer for writer in self._writers if not writer.complete]
+        writer = ResponseWriter(self.cycle)
+        self._writers.append(writer)
+        scope: Scope = self.scope  # type: ignore[assignment]
+        scope["extensions"] = {EXTENSION: writer}
 
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._phase_bytes += len(body)
+        if self._phase_bytes >= BODY_PART:
+            self._begin(Phase.BODY)
 
-def event_writer(scope: Scope) -> EventWriter | None:
-    """None where another server than `Connection`'s runs the application."""
-    writer: EventWriter | None = scope.get("extensions", {}).get(EXTENSION)
-    return writer
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        super().on_message_complete()
+        self._begin(Phase.IDLE)
+        self._writers[-1].request_received = True
+
+    def _pass_over_upgrade(self, rest: bytes) -> None:
+        """Read the request again as if it had no offer: the parser would leave what follows the header to the other protocol."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":
+            self._refuse(405, "This server is no proxy.")
+            return
+        kept = [(name, value) for name, value in self.headers if name not in HOP_HEADERS]
+        if not self.parser.should_keep_alive():
+            kept.append((b"connection", b"close"))
+        head = b"%b %b HTTP/%b\r\n" % (method, self.url, version)
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.data_received(head + b"".join(b"%b: %b\r\n" % pair for pair in kept) + b"\r\n" + rest)
+
+    # Clients that keep us waiting
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self._phase is Phase.IDLE:
+            super().timeout_keep_alive_handler()
+
+    def _begin(self, phase: Phase) -> None:
+        self._phase = phase
+        self._phase_since = self.loop.time()
+        self._phase_bytes = 0
+
+    @property
+    def _answering(self) -> list[ResponseWriter]:
+        """Of the requests that came whole, those without a whole response."""
+        return [writer for writer in self._writers if writer.request_received and not writer.complete]
+
+    def _look(self) -> None:
+        """Hang up where the client has been waited for too long; else look again when it will have been."""
+        if self._phase is Phase.IDLE or self.flow.read_paused or self._answering:  # it is not the client that is waited for
+            left = self._request_timeout
+        else:
+            left = self._phase_since + self._request_timeout - self.loop.time()
+        if left > 0:
+            self._watch = self.loop.call_later(left, self._look)
+        elif self._phase is not Phase.NEW and not any(writer.started for writer in self._writers):
+            self._refuse(408, f"The request did not come within {self._request_timeout:g} seconds.")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """The last answer on this connection, or none where others are under way: then it ends behind those."""
+        self.parser = None  # type: ignore[assignment]  # as uvicorn does at a connection's end
+        if self._answering:
+            self._answering[-1].is_last()
+            return
+        body = phrase_error(status, message)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[status] + head + body)
+        self.transport.close()

@@ -15,18 +15,30 @@ MAX_IDS_IN_HEADER = 16  # header lines are limited by many clients (8 KiB); a lo
 REQUEST_ID_HEADER = "X-Request-Id"
 ASGI_ID_HEADER = REQUEST_ID_HEADER.lower().encode()
 INTERNAL_ID_HEADER = "X-Headrace-Request-Id"
+_UNSAFE = re.compile(r"[^A-Za-z0-9._:\-]+")
 _SAFE = re.compile(rf"[A-Za-z0-9._:\-]{{1,{MAX_ID_LEN}}}")
 
 
-def external_id(scope: Scope, body_id: str | None, random_id: str) -> str:
-    """The id that the client knows its request by: its header, else its body's, else the server's own. Raises BadRequest."""
-    for source, given in ((REQUEST_ID_HEADER, header(scope, ASGI_ID_HEADER)), ("request_id", body_id)):
-        if given:
-            if not _SAFE.fullmatch(given):
-                message = f"{source} must have 1 to {MAX_ID_LEN} characters, each a letter, a digit or one of . _ : -"
-                raise BadRequest(message, param=source)
-            return given
-    return random_id
+def header_id(scope: Scope) -> str | None:
+    """The id of the X-Request-Id header. What no id may have in it becomes "-"; of several, joined by commas, the first counts.
+
+    A client's tracing must not cost it its answer, so nothing is refused. None: no header, or nothing of it is left.
+    """
+    given = header(scope, ASGI_ID_HEADER)
+    if given is None or is_safe_id(given):
+        return given
+    first = next((part for part in given.split(",") if part.strip()), "")
+    return _UNSAFE.sub("-", first).strip("-")[:MAX_ID_LEN] or None
+
+
+def body_id(given: str | None) -> str | None:
+    """The `request_id` of a body, as it is. Raises BadRequest."""
+    if not given:
+        return None
+    if not is_safe_id(given):
+        message = f"request_id must have 1 to {MAX_ID_LEN} characters, each a letter, a digit or one of . _ : -"
+        raise BadRequest(message, param="request_id")
+    return given
 
 
 def is_safe_id(value: str) -> bool:

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from api.request.schemas import SamplingFields
 from api.response.generation import Generation
 from api.response.logprobs import LogprobsFormatter
-from api.response.output_processor import ChoiceOutput, TokenLogprobs
-from api.response.sse import ChunkFrame, encode_json
+from api.response.output_processor import ChoiceOutput
+from api.response.usage import Usage
 from api.version import system_fingerprint
 from engine.config import ApiConfig
-from engine.protocol import FinishReason
+
+encode_json = msgspec.json.Encoder().encode
 
 
-@dataclass(slots=True)
-class WholeChoice:
-    """All outputs of one choice, put together."""
+class ChunkFrame:
+    """Everything of a stream's chunks that is the same in all of them, encoded once."""
 
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
+    def __init__(self, id: str, object: str, created: int, model: str) -> None:
+        same = encode_json({"id": id, "object": object, "created": created, "model": model})
+        self._head = b"data: " + same[:-1] + b',"choices":['
+
+    def around(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
+        """What stands before and behind the one value that changes from event to event; in the item of the list it is between
+        `before` and `after`."""
+        return self._head + before, after + b"]}\n\n"
+
+    def chunk(self, choices: bytes, **more: Any) -> bytes:
+        """One event. `choices`: the encoded items of the list; `more`: further members of the chunk."""
+        tail = b"".join(b',"%b":%b' % (name.encode(), encode_json(value)) for name, value in more.items())
+        return b"%b%b]%b}\n\n" % (self._head, choices, tail)
 
 
 @dataclass(frozen=True)
@@ -52,10 +62,11 @@ class AnswerFormat(ABC):
 
     text_item: tuple[bytes, bytes]
     """The item of a chunk of text alone, before and behind the text; `%d` is the choice's index."""
-    text_only: bool
-    """Neither logprobs nor token ids are asked for."""
 
-    def __init__(self, body: SamplingFields, generation: Generation, config: ApiConfig, prefix: str, chunk: str) -> None:
+    def __init__(
+        self, body: SamplingFields, generation: Generation, config: ApiConfig, prefix: str, chunk: str, text_only: bool
+    ) -> None:
+        """`text_only`: outputs show nothing else, because neither logprobs nor token ids nor an echo are asked for."""
         self._generation = generation
         self._task = task = generation.task
         self._usage = UsageOptions.of(body, config)
@@ -64,29 +75,50 @@ class AnswerFormat(ABC):
         self._fingerprint = system_fingerprint(task.model.fingerprint)
         self._id = f"{prefix}-{generation.external_id}"
         self._frame = ChunkFrame(self._id, chunk, generation.created, task.model.name)
+        self._text_only = text_only
         self._ends: dict[int, tuple[bytes, bytes]] = {}  # by choice: a chunk of text before and behind the text
+
+    # Streamed
 
     @abstractmethod
     def opening(self) -> Iterable[bytes]:
         """Chunks before the first output."""
 
+    def chunks(self, output: ChoiceOutput) -> bytes:
+        """Chunks of one output: what it shows in one, the end in one of its own, which strict clients need. Empty where it shows
+        nothing."""
+        if not self._text_only:
+            chunks = self._piece(output)
+        else:
+            chunks = self._text_chunk(output) if output.text else b""
+        if output.finish_reason is not None:
+            more = {} if self._usage.at_end else {"system_fingerprint": self._fingerprint}
+            chunks += self._chunk(output.index, encode_json(self._last_item(output)), **more)
+        return chunks
+
     @abstractmethod
-    def chunks(self, output: ChoiceOutput) -> Iterable[bytes]:
-        """Chunks of one output."""
+    def _piece(self, output: ChoiceOutput) -> bytes:
+        """The chunk of all that an output shows but the end."""
+
+    @abstractmethod
+    def _last_item(self, output: ChoiceOutput) -> dict[str, Any]:
+        """The item of the chunk that ends a choice."""
 
     def closing(self) -> Iterator[bytes]:
         """Chunks behind the last output."""
         if self._usage.at_end:
             yield self._frame.chunk(b"", usage=self._whole_usage(), system_fingerprint=self._fingerprint)
 
-    @abstractmethod
-    def whole(self, choices: list[WholeChoice]) -> bytes:
-        """The answer in one piece, JSON."""
-
     def _chunk(self, index: int, choice: bytes, **more: Any) -> bytes:
         """A chunk about choice `index`, which is `choice`, encoded."""
         if self._usage.continuous:
-            more["usage"] = self._generation.usage_of(index).as_json()
+            more["usage"] = self._usage_of(index, self._generation.choices[index].num_tokens)
+        return self._frame.chunk(choice, **more)
+
+    def _opening_chunk(self, index: int, choice: bytes, **more: Any) -> bytes:
+        """A chunk that shows no token, sent when the first one has come."""
+        if self._usage.continuous:
+            more["usage"] = self._usage_of(index, 0)
         return self._frame.chunk(choice, **more)
 
     def _text_chunk(self, output: ChoiceOutput) -> bytes:
@@ -95,23 +127,21 @@ class AnswerFormat(ABC):
         if self._usage.continuous:
             before, after = self.text_item
             return self._chunk(index, before % index + text + after)
-        before, after = self._ends_of(index)
-        return before + text + after
-
-    def _ends_of(self, index: int) -> tuple[bytes, bytes]:
         if index not in self._ends:
             before, after = self.text_item
             self._ends[index] = self._frame.around(before % index, after)
-        return self._ends[index]
+        before, after = self._ends[index]
+        return before + text + after
 
-    def text_ends(self) -> tuple[bytes, bytes] | None:
-        """What stands before and behind the text in the chunks of choice 0. None where chunks have more in them than text."""
-        return self._ends_of(0) if self.text_only and not self._usage.continuous else None
+    # Whole
 
-    def _last_chunk(self, index: int, choice: bytes) -> bytes:
-        """The chunk that ends choice `index`. Where no usage comes behind, it has the fingerprint."""
-        more = {} if self._usage.at_end else {"system_fingerprint": self._fingerprint}
-        return self._chunk(index, choice, **more)
+    @abstractmethod
+    def whole(self, choices: list[ChoiceOutput]) -> bytes:
+        """The answer in one piece, JSON."""
 
     def _whole_usage(self) -> dict[str, Any]:
         return self._generation.usage.as_json(self._usage.details)
+
+    def _usage_of(self, index: int, num_tokens: int) -> dict[str, Any]:
+        """Of one choice, with its own prompt's tokens."""
+        return Usage(len(self._task.prompts[index // self._task.n].token_ids), num_tokens).as_json()

@@ -1,4 +1,4 @@
-"""One choice of an answer: tokens in, text out. Streams and whole answers are both made of what `ChoiceAssembler` gives.
+"""One choice of an answer: tokens in, text out. Streams and whole answers are both made of what `Choice` gives.
 
 Tokens are taken one at a time whatever arrives together, so how the engine's outputs are cut or merged on their way changes
 nothing.
@@ -7,8 +7,9 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from api.text.detokenizer import Detokenizer
@@ -32,25 +33,43 @@ class TokenLogprobs:
         return cls(text_offset, decode_column(output.token_ids).tolist(), values, output.rank)
 
 
-@dataclass(slots=True)
-class ChoiceOutput:
-    """What one choice has to say now. `finish_reason` is set once, in its last output."""
+class ChoiceOutput(msgspec.Struct, gc=False):
+    """A piece of what one choice says. `finish_reason` is set once, in its last piece."""
 
     index: int  # in the answer: prompt * n + choice
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str | None = None
-
-    @property
-    def empty(self) -> bool:
-        return not self.token_ids and not self.text and self.finish_reason is None
 
 
-class ChoiceAssembler:
-    """`stop_token_ids`: ids that end the request; their own text is shown only with `include_stop`."""
+class CollectedOutput:
+    """Pieces of one choice that become one: a whole answer, or what a slow client has not read yet."""
+
+    def __init__(self, index: int) -> None:
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._last = ChoiceOutput(index)
+
+    def add(self, output: ChoiceOutput) -> None:
+        self._texts.append(output.text)
+        self._token_ids += output.token_ids
+        self._logprobs += output.logprobs
+        if output.finish_reason is not None:
+            self._last = output
+
+    def output(self) -> ChoiceOutput:
+        last = self._last
+        return ChoiceOutput(last.index, "".join(self._texts), self._token_ids, self._logprobs, last.finish_reason, last.stop_reason)
+
+
+class Choice:
+    """`stop_token_ids`: ids that end the request; their own text is shown only with `include_stop`.
+
+    `text_offset`: characters of an echoed prompt, which stand before the output.
+    """
 
     def __init__(
         self,
@@ -64,74 +83,57 @@ class ChoiceAssembler:
     ) -> None:
         self.index = index
         self.num_tokens = 0  # of the answer: tokens behind a stop string do not count
-        self.finished = False
+        self.finish_reason: FinishReason | None = None  # once it has ended
+        self.last_token = 0.0  # epoch seconds; 0: none has come
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stop, include_stop)
-        self.is_plain = not stop  # no token's text is ever held back, none ends the choice
+        self._matcher = StopMatcher(stop, include_stop) if stop else None
         self._min_tokens = min_tokens
         self._hidden_ids = frozenset() if include_stop else stop_token_ids
         self._text_offset = text_offset
 
-    def feed(
-        self, token_ids: Sequence[int], logprobs: Sequence[OutputLogprobs] = (), finished: FinishedOutput | None = None
-    ) -> ChoiceOutput:
-        """Take what came for this choice. After its end everything is dropped: later tokens, the engine's own word on the end."""
-        if self.is_plain and finished is None and not logprobs and not self.finished:
-            return ChoiceOutput(self.index, "".join([self.take_plain(token_id) for token_id in token_ids]), [*token_ids])
-        output = ChoiceOutput(self.index)
-        if self.finished:
-            return output
-        by_offset = {entry.offset: entry for entry in logprobs}
-        texts: list[str] = []
-        for token_id in token_ids:
-            if (entry := by_offset.get(self.num_tokens)) is not None:
-                output.logprobs.append(TokenLogprobs.from_output(entry, self._text_offset))
-            output.token_ids.append(token_id)
-            self.num_tokens += 1
-            shown = self._show(token_id)
-            if isinstance(shown, StopMatch):
-                texts.append(shown.text)
-                self._end(output, FinishReason.STOP, shown.stop)
-                break
-            texts.append(shown)
-        if finished is not None and not self.finished:
-            texts.append(self._rest(output))
-            if not self.finished:
-                self._end(output, finished.reason, finished.stop_reason)
-                output.error = finished.error
-        output.text = "".join(texts)
+    def take(self, token_id: int, logprobs: OutputLogprobs | None = None) -> ChoiceOutput:
+        """The next token. The output has a finish reason where it completes a stop string, whose token this is then the last."""
+        self.num_tokens += 1
+        text = "" if token_id in self._hidden_ids else self._detokenizer.push(token_id)
+        output = ChoiceOutput(self.index, text, (token_id,))
+        if logprobs is not None:
+            output.logprobs = (TokenLogprobs.from_output(logprobs, self._text_offset),)
+        self._text_offset += len(text)
+        if self._matcher is not None:
+            self._match(output, self._matcher)
         return output
 
-    def take_plain(self, token_id: int) -> str:
-        """The text of one token of a choice that `is_plain` and has not ended: the way of nearly all."""
-        self.num_tokens += 1
-        if token_id in self._hidden_ids:
-            return ""
-        text = self._detokenizer.push(token_id)
-        self._text_offset += len(text)
-        return text
+    def finish(self, end: FinishedOutput) -> ChoiceOutput:
+        """The engine's word that no token follows: the text that was held back. Nothing where a stop string was the end."""
+        output = ChoiceOutput(self.index)
+        if self.finish_reason is None:
+            output.text = self._detokenizer.flush()
+            if self._matcher is not None:
+                self._match(output, self._matcher)
+        if self.finish_reason is None:
+            output.text += self._held()
+            self._end(output, end.reason, end.stop_reason)
+        return output
 
     def abort(self) -> ChoiceOutput:
         """The end where it is: the text that was held back comes with it."""
-        output = ChoiceOutput(self.index, self._matcher.flush() + self._detokenizer.flush())
+        output = ChoiceOutput(self.index, self._held() + self._detokenizer.flush())
         self._end(output, FinishReason.ABORT, None)
         return output
 
-    def _show(self, token_id: int) -> str | StopMatch:
-        if token_id in self._hidden_ids:
-            return ""
-        text = self._detokenizer.push(token_id)
-        self._text_offset += len(text)
-        return self._matcher.push(text, armed=self.num_tokens > self._min_tokens)
+    def _held(self) -> str:
+        """Text that might have become a stop string."""
+        return "" if self._matcher is None else self._matcher.flush()
 
-    def _rest(self, output: ChoiceOutput) -> str:
-        shown = self._matcher.push(self._detokenizer.flush(), armed=self.num_tokens > self._min_tokens)
+    def _match(self, output: ChoiceOutput, matcher: StopMatcher) -> None:
+        """Leave of the output's new text what may be shown now."""
+        shown = matcher.push(output.text, armed=self.num_tokens > self._min_tokens)
         if isinstance(shown, StopMatch):
+            output.text = shown.text
             self._end(output, FinishReason.STOP, shown.stop)
-            return shown.text
-        return shown + self._matcher.flush()
+        else:
+            output.text = shown
 
     def _end(self, output: ChoiceOutput, reason: FinishReason, stop_reason: int | str | None) -> None:
-        self.finished = True
-        output.finish_reason = reason
+        self.finish_reason = output.finish_reason = reason
         output.stop_reason = stop_reason

@@ -33,20 +33,20 @@ class RequestObserver:
         self._metrics.ttft.labels(*labels).observe(now - generation.arrival)
         return self._metrics.itl.labels(*labels).observe
 
-    def choice_ended(self, generation: Generation, index: int, reason: FinishReason) -> None:
+    def choice_ended(self, generation: Generation, reason: FinishReason) -> None:
         self._metrics.choice_ended(*_labels(generation), reason)
 
     def closed(self, generation: Generation) -> None:
         """Aborted requests are in every histogram that they have a number for."""
         self.open.discard(generation)
         now = time.time()
-        labels, n = _labels(generation), generation.task.n
-        for place, prompt in enumerate(generation.task.prompts):
-            lens = [generation.num_tokens(place * n + choice) for choice in range(n)]
+        labels = _labels(generation)
+        for run in generation.runs:
+            lens = [choice.num_tokens for choice in run.choices]
             self._metrics.output_len.labels(*labels).observe(sum(lens))
             self._metrics.max_output_len.labels(*labels).observe(max(lens))
-            if (final := generation.finals.get(place)) is not None:
-                self._metrics.prompt_ended(labels, final.times, len(prompt.token_ids), final.num_cached_tokens, lens)
+            if (final := run.final) is not None:
+                self._metrics.prompt_ended(labels, final.times, len(run.prompt.token_ids), final.num_cached_tokens, lens)
         self._metrics.e2e.labels(*labels).observe(now - generation.arrival)
         if logger.isEnabledFor(logging.INFO):
             logger.handle(_record("request finished", _facts(generation, now)))
@@ -79,11 +79,11 @@ def _facts(generation: Generation, now: float) -> dict[str, object]:
         "prompt_tokens": usage.prompt_tokens,
         "output_tokens": usage.completion_tokens,
         "cached_tokens": usage.cached_tokens,
-        "finish_reason": ",".join(sorted({str(reason) for reason in generation.reasons.values()})),
+        "finish_reason": ",".join(sorted({str(choice.finish_reason) for choice in generation.choices})),
         "duration": round(now - generation.arrival, 6),
     }
     if generation.first_output:
         facts["time_to_first_token"] = round(generation.first_output - generation.arrival, 6)
-    if (final := generation.finals.get(0)) is not None and final.times.scheduled:
+    if (final := generation.runs[0].final) is not None and final.times.scheduled:
         facts["queue_time"] = round(final.times.scheduled - final.times.enqueued, 6)
     return facts

@@ -8,134 +8,151 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from typing import Any
 
-import msgspec
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError, as_api_error, body_of
-from api.http.protocol import EventWriter, event_writer
+from api.http.response_writer import ResponseWriter, response_writer
+from api.response.chunk_format import AnswerFormat
 from api.response.generation import Generation
+from api.response.output_processor import ChoiceOutput, CollectedOutput
 
 logger = logging.getLogger("headrace.api")
 
 DONE = b"data: [DONE]\n\n"
+_LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\u0085\u2028\u2029"]
 COMMENT = ServerSentEvent(comment="keep-alive", sep="\n").encode()
-_HEADERS = tuple(EventSourceResponse(iter(())).raw_headers)
-
-encode_json = msgspec.json.Encoder().encode
+_HEADERS = tuple(pair for pair in EventSourceResponse(iter(())).raw_headers if pair[0] != b"connection")  # that the server says
 
 
-class ChunkFrame:
-    """Everything of a stream's chunks that is the same in all of them, encoded once."""
+class EventSink:
+    """Writes a generation's outputs as events of its response.
 
-    def __init__(self, id: str, object: str, created: int, model: str) -> None:
-        same = encode_json({"id": id, "object": object, "created": created, "model": model})
-        self._head = b"data: " + same[:-1] + b',"choices":['
-
-    def around(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
-        """What stands before and behind the one value that changes from event to event; in the item of the list it is between
-        `before` and `after`."""
-        return self._head + before, after + b"]}\n\n"
-
-    def chunk(self, choices: bytes, **more: Any) -> bytes:
-        """One event. `choices`: the encoded items of the list; `more`: further members of the chunk."""
-        tail = b"".join(b',"%b":%b' % (name.encode(), encode_json(value)) for name, value in more.items())
-        return b"%b%b]%b}\n\n" % (self._head, choices, tail)
-
-
-class GenerationStream(Response):
-    """An event stream that closes its generation even if the client was gone before the first event was asked for.
-
-    The headers are sse-starlette's. It would run a stream as four tasks, though, with a timeout's scope around each event; this is
-    one, and a second that waits for the client to go.
+    While the response's head has not gone out, or the socket takes no more, outputs are merged, one a choice: a slow client holds
+    its own output and nothing else.
     """
 
-    def __init__(
-        self,
-        frames: AsyncGenerator[bytes],
-        generation: Generation,
-        headers: dict[str, str],
-        keep_alive: float,
-        on_first: Callable[[EventWriter | None], None] = lambda writer: None,
-    ) -> None:
-        """`keep_alive`: seconds between comments, 0: none; `on_first` is called once, when the first event has been sent."""
+    def __init__(self, format: AnswerFormat) -> None:
+        self._format = format
+        self._writer: ResponseWriter | None = None
+        self._begun = False  # the opening events were written
+        self._merged: dict[int, CollectedOutput] = {}  # by choice: what could not be written yet
+        self._last: bytes | None = None  # the last events, once no output follows
+        self._written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    # What the generation calls
+
+    def put(self, output: ChoiceOutput) -> None:
+        writer = self._writer
+        if self._last is not None:
+            return
+        if self._merged or writer is None or not writer.ready:
+            self._merged.setdefault(output.index, CollectedOutput(output.index)).add(output)
+        else:
+            self._write(writer, output)
+
+    def end(self, error: ApiError | None = None) -> None:
+        if self._last is None:
+            self._last = (b"".join(self._format.closing()) if error is None else _event(error)) + DONE
+            self._flush()
+
+    # What the response calls
+
+    async def written(self, writer: ResponseWriter) -> None:
+        """Write to `writer`, which has started. Returns when all has been written, or the client has left."""
+        self._writer = writer
+        writer.on_ready = self._flush
+        self._flush()
+        await self._written
+
+    def client_left(self) -> None:
+        if not self._written.done():
+            self._written.set_result(None)
+
+    def keep_alive(self) -> None:
+        """Write a comment. Where the socket is behind, it has enough to keep it alive."""
+        if self._writer is not None and self._writer.ready and not self._merged:
+            self._writer.write(COMMENT)
+
+    def _flush(self) -> None:
+        writer = self._writer
+        if writer is None:
+            return
+        try:
+            while self._merged and writer.ready:
+                self._write(writer, self._merged.pop(next(iter(self._merged))).output())
+        except Exception as error:
+            logger.exception("a stream failed")
+            self._merged.clear()
+            self._last = _event(as_api_error(error)) + DONE
+        if self._last is not None and not self._merged and writer.ready and not self._written.done():
+            writer.write(one_line(self._last))
+            self._written.set_result(None)
+
+    def _write(self, writer: ResponseWriter, output: ChoiceOutput) -> None:
+        events = self._format.chunks(output)
+        if not self._begun:
+            self._begun = True
+            events = b"".join(self._format.opening()) + events  # not before: an early failure is to be the first event
+        if events:
+            writer.write(events if events.isascii() else one_line(events))
+
+
+def one_line(events: bytes) -> bytes:
+    """`events`, whose JSON is spelled so that no reader takes a character of a text for the end of a line.
+
+    The format knows CR and LF alone, which JSON escapes anyway, with all else below U+0020. Readers that split by Unicode's rules,
+    as Python's `splitlines` does, end lines at U+0085, U+2028 and U+2029 too.
+    """
+    for spelled, escaped in _LINE_ENDS:
+        events = events.replace(spelled, escaped)
+    return events
+
+
+class EventStream(Response):
+    """The response of a generation whose sink writes events. It closes the generation whatever happens.
+
+    The headers are sse-starlette's. It would run a stream as four tasks, though, with a timeout's scope around each event.
+    """
+
+    def __init__(self, generation: Generation, sink: EventSink, headers: dict[str, str], comment_seconds: float) -> None:
+        """`comment_seconds`: between the comments that keep the connection alive; 0: none."""
         self.status_code = 200
         self.background = None
         self.raw_headers = [*_HEADERS, *((name.lower().encode(), value.encode()) for name, value in headers.items())]
-        self._frames = frames
         self._generation = generation
-        self._keep_alive = keep_alive
-        self._on_first = on_first
+        self._sink = sink
+        self._comment_seconds = comment_seconds
+        self._comments: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = event_writer(scope)
-        watch = asyncio.create_task(self._close_when_gone(receive))
-        comments = KeepAlive(self._keep_alive, send, writer)
+        writer = response_writer(scope)
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            comments.start()
-            rest = await self._send_events(send, writer)
-            await send({"type": "http.response.body", "body": rest + DONE})
+            writer.when_gone(self._leave)
+            await writer.start(send, {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            self._comment_later()
+            await self._sink.written(writer)
+            await send({"type": "http.response.body", "body": b""})
         finally:
-            comments.stop()
-            watch.cancel()
-            await self._generation.close()
+            writer.close()
+            if self._comments is not None:
+                self._comments.cancel()
+            self._generation.close()
 
-    async def _send_events(self, send: Send, writer: EventWriter | None) -> bytes:
-        """Send the events, but for those at the end behind which nothing is waited for: they are returned, to be one write with the
-        end itself. Where an error comes, it is the last of these."""
-        rest, is_first = b"", True
-        try:
-            async with aclosing(self._frames) as frames:
-                async for frame in frames:
-                    if self._generation.complete:
-                        rest += frame
-                        continue
-                    await send({"type": "http.response.body", "body": frame, "more_body": True})
-                    if is_first:
-                        is_first = False
-                        self._on_first(writer)
-        except Exception as error:
-            if not isinstance(error, ApiError):
-                logger.exception("a stream failed", extra={"request_id": self._generation.external_id})
-            rest += b"data: " + body_of(as_api_error(error)) + b"\n\n"
-        return rest
+    def _leave(self) -> None:
+        self._generation.close()
+        self._sink.client_left()
 
-    async def _close_when_gone(self, receive: Receive) -> None:
-        """Without the client the frames come to their end by themselves, because the generation does; nobody gets them."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        await self._generation.close()
-
-
-class KeepAlive:
-    """Comments of a response that is under way, one each `interval` seconds; 0: none."""
-
-    def __init__(self, interval: float, send: Send, writer: EventWriter | None) -> None:
-        self._interval = interval
-        self._send = send
-        self._writer = writer
-        self._timer: asyncio.TimerHandle | None = None
-        self._sending: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        if self._interval:
-            self._timer = asyncio.get_running_loop().call_later(self._interval, self._comment)
+    def _comment_later(self) -> None:
+        if self._comment_seconds:
+            self._comments = asyncio.get_running_loop().call_later(self._comment_seconds, self._comment)
 
     def _comment(self) -> None:
-        if self._writer is None:
-            self._sending = asyncio.ensure_future(self._send({"type": "http.response.body", "body": COMMENT, "more_body": True}))
-        elif self._writer.ready:  # where the socket is behind, it has enough to keep it alive
-            self._writer.write(COMMENT)
-        self.start()
+        self._sink.keep_alive()
+        self._comment_later()
 
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._sending is not None:
-            self._sending.cancel()
+
+def _event(error: ApiError) -> bytes:
+    return b"data: " + body_of(error) + b"\n\n"

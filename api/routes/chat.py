@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,12 +12,10 @@ from api.app_state import service_of
 from api.http.json_route import JsonRoute
 from api.preparation.chat import prepare_chat
 from api.request.schemas import ChatCompletionRequest
-from api.response.answer import answer
-from api.response.chunk_format import AnswerFormat, WholeChoice
+from api.response.chunk_format import AnswerFormat, encode_json
 from api.response.generation import Generation
 from api.response.output_processor import ChoiceOutput
-from api.response.sse import encode_json
-from api.submit import admit, answer_headers, submit
+from api.submit import admit, answer, make_generation
 from engine.config import ApiConfig
 
 router = APIRouter(route_class=JsonRoute)
@@ -29,9 +27,8 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     admit(service)
     model = await service.models.resolve(service.client, body.model)
     task = await service.prepare(request, prepare_chat, body, model)
-    generation = await submit(request, task, body.request_id)
-    format = ChatFormat(body, generation, service.config)
-    return await answer(request, generation, format, answer_headers(generation), service.config.sse_keep_alive_interval)
+    generation = make_generation(request, task, body.request_id)
+    return await answer(request, generation, ChatFormat(body, generation, service.config))
 
 
 class ChatFormat(AnswerFormat):
@@ -40,9 +37,9 @@ class ChatFormat(AnswerFormat):
     text_item = b'{"index":%d,"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
 
     def __init__(self, body: ChatCompletionRequest, generation: Generation, config: ApiConfig) -> None:
-        super().__init__(body, generation, config, "chatcmpl", "chat.completion.chunk")
+        text_only = not body.logprobs and not body.return_token_ids
+        super().__init__(body, generation, config, "chatcmpl", "chat.completion.chunk", text_only)
         self._body = body
-        self.text_only = not body.logprobs and not body.return_token_ids
         self._num_top = body.top_logprobs or 0
 
     def opening(self) -> Iterator[bytes]:
@@ -52,46 +49,33 @@ class ChatFormat(AnswerFormat):
                 more["prompt_token_ids"] = list(self._task.prompts[0].token_ids)
             if index == 0 and self._body.return_prompt_text:
                 more["prompt_text"] = self._task.prompts[0].text
-            yield self._choice(index, {"role": self._task.role, "content": ""}, **more)
+            yield self._first(index, {"role": self._task.role, "content": ""}, **more)
         if self._task.answer_prefix:
             for index in range(self._task.num_choices):
-                yield self._choice(index, {"content": self._task.answer_prefix})
+                yield self._first(index, {"content": self._task.answer_prefix})
 
-    def chunks(self, output: ChoiceOutput) -> Iterable[bytes]:
-        """Text and what belongs to it in one chunk, the end in one of its own, which strict clients need."""
-        chunks = []
-        if output.text or output.logprobs or (output.token_ids and self._body.return_token_ids):
-            chunks.append(self._text(output))
-        if output.finish_reason is not None:
-            choice = {
-                "index": output.index,
-                "delta": {},
-                "logprobs": None,
-                "finish_reason": str(output.finish_reason),
-                "stop_reason": output.stop_reason,
-            }
-            chunks.append(self._last_chunk(output.index, encode_json(choice)))
-        return chunks
-
-    def _text(self, output: ChoiceOutput) -> bytes:
-        if self.text_only:
-            return self._text_chunk(output)
-        logprobs = self._logprobs.chat(output.logprobs, self._num_top) if self._body.logprobs else None
-        extra = {"token_ids": output.token_ids} if self._body.return_token_ids else {}
-        choice = encode_json(
-            {"index": output.index, "delta": {"content": output.text}, "logprobs": logprobs, "finish_reason": None, **extra}
-        )
-        return self._chunk(output.index, choice)
-
-    def _choice(self, index: int, delta: dict[str, Any], **more: Any) -> bytes:
+    def _first(self, index: int, delta: dict[str, Any], **more: Any) -> bytes:
         choice = encode_json({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
-        return self._chunk(index, choice, **more)
+        return self._opening_chunk(index, choice, **more)
 
-    def whole(self, choices: list[WholeChoice]) -> bytes:
+    def _piece(self, output: ChoiceOutput) -> bytes:
+        body = self._body
+        if not (output.text or output.logprobs or (output.token_ids and body.return_token_ids)):
+            return b""
+        item: dict[str, Any] = {"index": output.index, "delta": {"content": output.text}, "logprobs": None, "finish_reason": None}
+        if body.logprobs:
+            item["logprobs"] = self._logprobs.chat(output.logprobs, self._num_top)
+        if body.return_token_ids:
+            item["token_ids"] = output.token_ids
+        return self._chunk(output.index, encode_json(item))
+
+    def _last_item(self, output: ChoiceOutput) -> dict[str, Any]:
+        end = {"finish_reason": str(output.finish_reason), "stop_reason": output.stop_reason}
+        return {"index": output.index, "delta": {}, "logprobs": None, **end}
+
+    def whole(self, choices: list[ChoiceOutput]) -> bytes:
         body, generation, prompt = self._body, self._generation, self._task.prompts[0]
-        prompt_logprobs = (
-            generation.prompt_logprobs[0].vllm(self._task.model.tokenizer) if body.prompt_logprobs is not None else None
-        )
+        prompt_logprobs = generation.runs[0].logprobs.vllm(self._task.model.tokenizer) if body.prompt_logprobs is not None else None
         answer: dict[str, Any] = {
             "id": self._id,
             "object": "chat.completion",
@@ -108,7 +92,7 @@ class ChatFormat(AnswerFormat):
             answer["prompt_text"] = prompt.text
         return encode_json(answer)
 
-    def _whole_choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+    def _whole_choice(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
         assert choice.finish_reason is not None
         message = {
             "role": self._task.role,

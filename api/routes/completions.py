@@ -12,12 +12,10 @@ from api.app_state import service_of
 from api.http.json_route import JsonRoute
 from api.preparation.completion import is_light, prepare_completion
 from api.request.schemas import CompletionRequest
-from api.response.answer import answer
-from api.response.chunk_format import AnswerFormat, WholeChoice
+from api.response.chunk_format import AnswerFormat, encode_json
 from api.response.generation import Generation
 from api.response.output_processor import ChoiceOutput, TokenLogprobs
-from api.response.sse import encode_json
-from api.submit import admit, answer_headers, submit
+from api.submit import admit, answer, make_generation
 from engine.config import ApiConfig
 
 router = APIRouter(route_class=JsonRoute)
@@ -32,9 +30,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         task = prepare_completion(body, model, service.rules)
     else:
         task = await service.prepare(request, prepare_completion, body, model)
-    generation = await submit(request, task, body.request_id)
-    format = CompletionFormat(body, generation, service.config)
-    return await answer(request, generation, format, answer_headers(generation), service.config.sse_keep_alive_interval)
+    generation = make_generation(request, task, body.request_id)
+    return await answer(request, generation, CompletionFormat(body, generation, service.config))
 
 
 class CompletionFormat(AnswerFormat):
@@ -43,36 +40,33 @@ class CompletionFormat(AnswerFormat):
     text_item = b'{"index":%d,"text":', b',"logprobs":null,"finish_reason":null}'
 
     def __init__(self, body: CompletionRequest, generation: Generation, config: ApiConfig) -> None:
-        super().__init__(body, generation, config, "cmpl", "text_completion")
+        text_only = body.logprobs is None and not body.return_token_ids and not body.echo
+        super().__init__(body, generation, config, "cmpl", "text_completion", text_only)
         self._body = body
         self._begun = [False] * self._task.num_choices
-        self.text_only = body.logprobs is None and not body.return_token_ids
 
     # Streamed
 
     def opening(self) -> Iterable[bytes]:
         return ()
 
-    def chunks(self, output: ChoiceOutput) -> Iterable[bytes]:
-        """Text and what belongs to it in one chunk, the end in one of its own, which strict clients need. A choice's first chunk
-        brings the echo, with the first tokens."""
+    def _piece(self, output: ChoiceOutput) -> bytes:
+        """A choice's first one brings the echo, with the first tokens."""
         first = not self._begun[output.index]
         self._begun[output.index] = True
-        chunks = []
-        if self.text_only and not (first and self._body.echo):
-            if output.text:
-                chunks.append(self._text_chunk(output))
-        elif output.text or output.token_ids or first:
-            chunks.append(self._chunk(output.index, encode_json(self._choice(output, first))))
-        if output.finish_reason is not None:
-            chunks.append(self._last_chunk(output.index, encode_json(_last_choice(output))))
-        return chunks
+        if not (output.text or output.token_ids or first):
+            return b""
+        return self._chunk(output.index, encode_json(self._choice(output, first)))
+
+    def _last_item(self, output: ChoiceOutput) -> dict[str, Any]:
+        end = {"finish_reason": str(output.finish_reason), "stop_reason": output.stop_reason}
+        return {"index": output.index, "text": "", "logprobs": None, **end}
 
     def _choice(self, output: ChoiceOutput, first: bool) -> dict[str, Any]:
         body, prompt = self._body, output.index // self._task.n
         text, entries = output.text, output.logprobs
         if first and body.echo:
-            text = self._generation.echo_text(prompt) + text
+            text = self._generation.runs[prompt].echo_text() + text
             entries = [*self._prompt_entries(prompt), *entries]
         choice: dict[str, Any] = {"index": output.index, "text": text, "logprobs": None, "finish_reason": None}
         if body.logprobs is not None:
@@ -85,7 +79,7 @@ class CompletionFormat(AnswerFormat):
 
     # Whole
 
-    def whole(self, choices: list[WholeChoice]) -> bytes:
+    def whole(self, choices: list[ChoiceOutput]) -> bytes:
         return encode_json(
             {
                 "id": self._id,
@@ -99,12 +93,12 @@ class CompletionFormat(AnswerFormat):
             }
         )
 
-    def _whole_choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+    def _whole_choice(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
         assert choice.finish_reason is not None
         body, place = self._body, index // self._task.n
         text, entries = choice.text, choice.logprobs
         if body.echo:
-            text = self._generation.echo_text(place) + text
+            text = self._generation.runs[place].echo_text() + text
             entries = [*self._prompt_entries(place), *entries]
         wants_prompt = body.prompt_logprobs is not None
         return {
@@ -114,23 +108,12 @@ class CompletionFormat(AnswerFormat):
             "finish_reason": str(choice.finish_reason),
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if body.return_token_ids else None,
-            "prompt_logprobs": self._generation.prompt_logprobs[place].vllm(self._task.model.tokenizer) if wants_prompt else None,
+            "prompt_logprobs": self._generation.runs[place].logprobs.vllm(self._task.model.tokenizer) if wants_prompt else None,
             "prompt_token_ids": list(self._task.prompts[place].token_ids) if body.return_token_ids else None,
         }
 
     def _prompt_entries(self, prompt: int) -> list[TokenLogprobs]:
         if self._body.logprobs is None:
             return []
-        return list(
-            self._generation.prompt_logprobs[prompt].entries(self._task.model.tokenizer, self._generation.echo_text(prompt))
-        )
-
-
-def _last_choice(output: ChoiceOutput) -> dict[str, Any]:
-    return {
-        "index": output.index,
-        "text": "",
-        "logprobs": None,
-        "finish_reason": str(output.finish_reason),
-        "stop_reason": output.stop_reason,
-    }
+        run = self._generation.runs[prompt]
+        return list(run.logprobs.entries(self._task.model.tokenizer, run.echo_text()))

@@ -12,7 +12,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from engine.bus.records import RecordView
 from engine.bus.tokenizers import get_tokenizer
 from engine.bus.transitions import FinishOutcome
 from engine.client.discovery import Directory, ModelHandle
-from engine.client.request_stream import FIRST_PROBE_SECONDS, RequestStream
+from engine.client.request_stream import FIRST_PROBE_SECONDS, Receiver, RequestStream
 from engine.protocol import (
     Abort,
     ClientMessage,
@@ -108,14 +108,22 @@ class AsyncClient:
         return len(self._streams)
 
     async def add(
-        self, model: str, requests: list[EngineCoreRequest], facts: RequestFacts, limits: AdmissionLimits
+        self,
+        model: str,
+        requests: list[EngineCoreRequest],
+        receivers: Sequence[Receiver],
+        facts: RequestFacts,
+        limits: AdmissionLimits,
     ) -> list[RequestStream]:
-        """Enqueue a prompt list, whole or not at all. Raises Refused, BusUnavailable.
+        """Enqueue a prompt list, whole or not at all; `receivers`, one a request, may get output before this returns.
 
-        Streams are registered first, so that no output can come before its reader; on any way out but success they are gone again,
-        and what may have reached the stream is ended.
+        Raises Refused, BusUnavailable. On any way out but success the streams are gone again, and what may have reached Redis is
+        ended.
         """
-        streams = [RequestStream(request, model, self._finish, self._forget) for request in requests]
+        streams = [
+            RequestStream(request, model, receiver, self._finish, self._forget)
+            for request, receiver in zip(requests, receivers, strict=True)
+        ]
         now = self._clock()
         for stream in streams:
             stream.heard(now)
@@ -252,8 +260,8 @@ class AsyncClient:
             else:
                 stream.take_end(FinishReason[record.reason.upper()], record.error or None)
 
-    async def _finish(self, stream: RequestStream, choice: int, reason: FinishReason, keep: int, stop_reason: str | None) -> None:
-        """What RequestStream.stop and .abort call: on its way whether or not the caller is cancelled."""
+    def _finish(self, stream: RequestStream, choice: int, reason: FinishReason, keep: int, stop_reason: str | None) -> None:
+        """How a stream ends a choice, or all: the command is on its way when this returns, and reaches Redis in the end."""
         self._errand(self._end(stream.model, stream.request_id, Abort(stream.request_id, choice, reason, keep, stop_reason)))
 
     async def _end(self, model: str, request_id: str, command: Abort) -> FinishOutcome:

@@ -1,15 +1,15 @@
 """One request as its client sees it: outputs in order, each exactly once, whatever the transport loses or repeats.
 
 Pub/sub may drop messages and failover may repeat them. Every output carries its offset, so a stream drops what it has and knows
-what it lacks; that its client (`engine.client.client`) asks the engine for, or takes from the record.
+what it lacks. Its client (`engine.client.client`) asks the engine for that, or takes it from the record. A stream keeps no output:
+it hands each one to its receiver at once.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from engine.protocol import (
     EngineCoreRequest,
@@ -26,20 +26,18 @@ FIRST_PROBE_SECONDS = 2.0
 LONGEST_PROBE_SECONDS = 16.0
 
 
-@dataclass(slots=True)
-class ChoiceDelta:
-    """What one choice got since the last update."""
+class Receiver(Protocol):
+    """Gets the output of one request: of each choice its tokens in order, then one end. Called on the event loop, never raises."""
 
-    choice: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[OutputLogprobs] = field(default_factory=list)  # one a token when asked for, else empty
-    finished: FinishedOutput | None = None
+    def take_prompt_logprobs(self, part: OutputPromptLogprobs) -> None:
+        """The parts come in order of their positions, each position once."""
+        ...
 
+    def take_token(self, choice: int, token_id: int, logprobs: OutputLogprobs | None) -> str | None:
+        """Returns the stop string that this token completes, else None. Behind a stop string only the choice's end comes."""
+        ...
 
-@dataclass(slots=True)
-class RequestUpdate:
-    deltas: list[ChoiceDelta] = field(default_factory=list)
-    prompt_logprobs: list[OutputPromptLogprobs] = field(default_factory=list)
+    def take_end(self, choice: int, end: FinishedOutput) -> None: ...
 
 
 @dataclass(slots=True)
@@ -47,27 +45,19 @@ class _Choice:
     index: int
     num_received: int = 0  # tokens taken in, in order, without a gap
     terminal: FinishedOutput | None = None  # arrived; stands once all its tokens did
-    finished: bool = False  # the terminal output was taken in
-    stopped: bool = False  # the API server found a stop string: later tokens do not count
-    pending: ChoiceDelta | None = None
-
-    def delta(self) -> ChoiceDelta:
-        if self.pending is None:
-            self.pending = ChoiceDelta(self.index)
-        return self.pending
+    finished: bool = False  # the receiver has the end
+    stopped: bool = False  # by a stop string: later tokens do not count
 
 
 class RequestStream:
-    """Async iterator of `RequestUpdate`; ends after every choice's one terminal output.
-
-    Everything that arrived since the last update is merged into one, so that a slow reader holds its own output and nothing else.
-    """
+    """`finish` sends a command to whoever runs the request; `closed` is called once, when nothing more will come."""
 
     def __init__(
         self,
         request: EngineCoreRequest,
         model: str,
-        finish: Callable[[RequestStream, int, FinishReason, int, str | None], Coroutine[Any, Any, None]],
+        receiver: Receiver,
+        finish: Callable[[RequestStream, int, FinishReason, int, str | None], None],
         closed: Callable[[RequestStream], None],
     ) -> None:
         self.request_id = request.request_id
@@ -77,72 +67,26 @@ class RequestStream:
         self.last_heard = 0.0  # the client's clock; when a token last came for this request, or it was asked after
         self.probe_interval = FIRST_PROBE_SECONDS  # of silence, after which it is asked after
         self._choices = [_Choice(index) for index in range(request.sampling.n)]
-        self._prompt_logprobs: list[OutputPromptLogprobs] = []
+        self._num_open = len(self._choices)
         self._prompt_position = 1  # next prompt position whose logprobs are wanted
         asked = request.sampling.prompt_logprobs is not None
         self._prompt_end = len(request.prompt_token_ids) // 4 if asked else 1
-        self._arrived = False  # something that the reader has not got
-        self._reader: asyncio.Future[None] | None = None  # waits for it
-        self._failure: Exception | None = None  # of the shortcut, the reader's to raise
-        self.shortcut: Callable[[int], bool] | None = None
-        """Takes a plain token that comes while the reader waits, in the reader's stead; or answers False. The order stays: a reader
-        that waits has had all that came before."""
+        self._receiver = receiver
         self._finish = finish
         self._closed = closed
 
-    # What the reader calls
+    @property
+    def done(self) -> bool:
+        return not self._num_open
 
-    def __aiter__(self) -> AsyncIterator[RequestUpdate]:
-        return self
-
-    async def __anext__(self) -> RequestUpdate:
-        while not self._arrived:
-            if self.done:
-                raise StopAsyncIteration
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        self._arrived = False
-        if self._failure is not None:
-            raise self._failure
-        update = RequestUpdate()
-        if self._prompt_logprobs:
-            update.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
-        for choice in self._choices:
-            if choice.pending is not None:
-                update.deltas.append(choice.pending)
-                choice.pending = None
-        return update
-
-    def _wake(self) -> None:
-        """There is something to read. One reader, one future: an `asyncio.Event` costs three times as much a token."""
-        self._arrived = True
-        if self._reader is not None:
-            if not self._reader.done():
-                self._reader.set_result(None)
-            self._reader = None
-
-    async def stop(self, choice: int, keep: int, stop_reason: str | None) -> None:
-        """A stop string ended choice `choice` inside its first `keep` tokens. Its terminal output still comes, no token does."""
-        state = self._choices[choice]
-        state.stopped = True
-        if not state.finished:
-            await self._finish(self, choice, FinishReason.STOP, keep, stop_reason)
-
-    async def abort(self) -> None:
-        """The client is gone: nothing more is wanted. Idempotent, and harmless after the end."""
+    def abort(self) -> None:
+        """Nothing more is wanted, and nothing more is handed on. Idempotent, and harmless after the end."""
         if not self.done:
             for choice in self._choices:
                 choice.finished = True
-            self._wake()
+            self._num_open = 0
             self._closed(self)
-            await self._finish(self, -1, FinishReason.ABORT, -1, None)
-
-    @property
-    def done(self) -> bool:
-        for choice in self._choices:  # most have one: a generator would cost more than all else here
-            if not choice.finished:
-                return False
-        return True
+            self._finish(self, -1, FinishReason.ABORT, -1, None)
 
     # What the client's subscriber calls
 
@@ -162,19 +106,10 @@ class RequestStream:
         if offset > state.num_received:
             return False
         state.num_received += 1
-        if self._reader is not None and self.shortcut is not None and logprobs is None and state.terminal is None:
-            try:
-                if self.shortcut(token_id):
-                    return True
-            except Exception as error:
-                self._failure = error
-                self._wake()
-                return True
-        delta = state.pending or state.delta()
-        delta.token_ids.append(token_id)
-        if logprobs is not None:
-            delta.logprobs.append(logprobs)
-        self._wake()
+        stop = self._receiver.take_token(choice, token_id, logprobs)
+        if stop is not None:
+            state.stopped = True
+            self._finish(self, choice, FinishReason.STOP, state.num_received, stop)
         if state.terminal is not None:
             self._settle(state)
         return True
@@ -184,10 +119,9 @@ class RequestStream:
         skip = self._prompt_position - entry.position
         if skip < 0:
             return False
-        if skip < count:
-            self._prompt_logprobs.append(entry if not skip else _tail(entry, skip, count))
+        if skip < count and not self.done:
             self._prompt_position += count - skip
-            self._wake()
+            self._receiver.take_prompt_logprobs(entry if not skip else _tail(entry, skip, count))
         return True
 
     def take_terminal(self, terminal: FinishedOutput) -> bool:
@@ -208,7 +142,7 @@ class RequestStream:
                 self._settle(state)
 
     def take_stored(self, stored: StoredOutput) -> None:
-        """The request is over and this is its record: deliver what is missing, and the end."""
+        """The request is over and this is its record: hand on what is missing, and the end."""
         for entry in stored.prompt_logprobs:
             self.take_prompt_logprobs(entry)
         for state, kept in zip(self._choices, stored.choices, strict=False):
@@ -237,7 +171,7 @@ class RequestStream:
 
     def _settle(self, state: _Choice) -> bool:
         terminal = state.terminal
-        if terminal is None:
+        if terminal is None or state.finished:
             return True
         whole = terminal.reason in (FinishReason.STOP, FinishReason.LENGTH)
         if not state.stopped and state.num_received < terminal.num_tokens:
@@ -245,10 +179,10 @@ class RequestStream:
         if whole and self._prompt_position < self._prompt_end:
             return False
         state.finished = True
-        state.delta().finished = terminal
-        self._wake()
+        self._num_open -= 1
         if self.done:
             self._closed(self)
+        self._receiver.take_end(state.index, terminal)
         return True
 
 

@@ -157,7 +157,7 @@ def test_everything_is_there_after_requests(null_server: LiveServer) -> None:
 
 MULTIPROCESS = """
 import os, sys
-from api.metrics import Metrics
+from api.metrics.metrics import Metrics
 metrics = Metrics("headrace")
 metrics.ttft.labels("m", "0").observe(0.5)
 metrics.settle()

@@ -1,15 +1,14 @@
-"""A choice's text, stop and logprobs are the same however its tokens arrive."""
+"""A choice's text, stop and logprobs; and that they are the same however their pieces are put together."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.response.output_processor import ChoiceAssembler, ChoiceOutput, TokenLogprobs
+from api.response.output_processor import Choice, ChoiceOutput, CollectedOutput, TokenLogprobs
 from api.text.tokenizer import TextTokenizer
 from engine.protocol import FinishedOutput, FinishReason, OutputLogprobs, RequestTimes, encode_column
 
@@ -26,7 +25,7 @@ class Told:
     ends: list[tuple[FinishReason, int | str | None]] = field(default_factory=list)
 
     def add(self, output: ChoiceOutput) -> None:
-        assert not self.ends or output.empty, "nothing comes after the end"
+        assert not self.ends, "nothing comes after the end"
         self.text += output.text
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
@@ -45,41 +44,45 @@ def finished(num_tokens: int, reason: FinishReason = FinishReason.LENGTH, stop_r
 def assemble(
     tokenizer: TextTokenizer,
     token_ids: list[int],
-    cuts: list[int],
     stop: tuple[str, ...] = (),
     include_stop: bool = False,
     min_tokens: int = 0,
     end: FinishedOutput | None = None,
+    cuts: frozenset[int] = frozenset(),
 ) -> Told:
-    assembler = ChoiceAssembler(0, tokenizer.detokenizer([40]), stop, include_stop, min_tokens, frozenset([EOS]))
-    told = Told()
-    bounds = sorted({0, len(token_ids), *(cut for cut in cuts if cut < len(token_ids))})
-    chunks = [range(*pair) for pair in itertools.pairwise(bounds)] or [range(0)]
-    for place, chunk in enumerate(chunks):
-        entries = [logprobs_of(offset, token_ids[offset]) for offset in chunk]
-        last = place == len(chunks) - 1
-        told.add(assembler.feed([token_ids[i] for i in chunk], entries, (end or finished(len(token_ids))) if last else None))
-    assert assembler.num_tokens == len(told.token_ids)
+    """`cuts`: pieces in front of which a new merged output begins."""
+    choice = Choice(0, tokenizer.detokenizer([40]), stop, include_stop, min_tokens, frozenset([EOS]))
+    told, merged = Told(), CollectedOutput(0)
+    for offset, token_id in enumerate(token_ids):
+        if offset in cuts:
+            told.add(merged.output())
+            merged = CollectedOutput(0)
+        merged.add(choice.take(token_id, logprobs_of(offset, token_id)))
+        if choice.finish_reason is not None:
+            break
+    last = choice.finish(end or finished(len(token_ids)))
+    merged.add(last)
+    told.add(merged.output())
+    assert choice.num_tokens == len(told.token_ids)
     return told
 
 
 @given(st.data())
-def test_any_chunking_gives_the_same(tokenizer: TextTokenizer, data: st.DataObject) -> None:
+def test_any_merging_gives_the_same(tokenizer: TextTokenizer, data: st.DataObject) -> None:
     words = tokenizer.encode("the stop is near, 🚀 the naïve stop. 汉字")
     token_ids = data.draw(st.lists(st.sampled_from(words), max_size=24))
-    cuts = data.draw(st.lists(st.integers(1, 24), max_size=8))
+    cuts = data.draw(st.frozensets(st.integers(1, 24), max_size=8))
     stop = tuple(data.draw(st.lists(st.sampled_from(["stop", "the stop", "🚀 t", "near", "is", "汉"]), max_size=3)))
-    include, min_tokens = data.draw(st.booleans()), data.draw(st.integers(0, 5))
-    whole = assemble(tokenizer, token_ids, [], stop, include, min_tokens)
-    assert assemble(tokenizer, token_ids, cuts, stop, include, min_tokens) == whole
-    assert assemble(tokenizer, token_ids, list(range(24)), stop, include, min_tokens) == whole
+    options = (stop, data.draw(st.booleans()), data.draw(st.integers(0, 5)))
+    whole = assemble(tokenizer, token_ids, *options)
+    assert assemble(tokenizer, token_ids, *options, cuts=cuts) == whole
     assert len(whole.ends) == 1
     assert [entry.token_ids[0] for entry in whole.logprobs] == whole.token_ids
 
 
 def test_a_stop_string_across_three_tokens_ends_exactly_there(tokenizer: TextTokenizer) -> None:
     pieces = [tokenizer.encode(piece)[0] for piece in ("x", "ab", "cd", "ef", "tail")]
-    told = assemble(tokenizer, pieces, [1, 2, 3, 4], stop=("bcde",))
+    told = assemble(tokenizer, pieces, stop=("bcde",))
     assert told.text == "xa"
     assert told.ends == [(FinishReason.STOP, "bcde")]
     assert told.token_ids == pieces[:4]  # the token that completes it is the last that counts
@@ -87,47 +90,47 @@ def test_a_stop_string_across_three_tokens_ends_exactly_there(tokenizer: TextTok
 
 def test_text_behind_the_stop_string_in_the_same_token_is_not_shown(tokenizer: TextTokenizer) -> None:
     token_ids = tokenizer.encode("abcdef")
-    assert assemble(tokenizer, token_ids, [], stop=("cd",)).text == "ab"
-    assert assemble(tokenizer, token_ids, [], stop=("cd",), include_stop=True).text == "abcd"
+    assert assemble(tokenizer, token_ids, stop=("cd",)).text == "ab"
+    assert assemble(tokenizer, token_ids, stop=("cd",), include_stop=True).text == "abcd"
 
 
 def test_held_text_is_shown_at_the_end(tokenizer: TextTokenizer) -> None:
     token_ids = tokenizer.encode("do not ST")
-    assert assemble(tokenizer, token_ids, [1, 2, 3], stop=("STOP",)).text == "do not ST"
+    assert assemble(tokenizer, token_ids, stop=("STOP",)).text == "do not ST"
 
 
 def test_held_text_is_shown_at_an_abort(tokenizer: TextTokenizer) -> None:
-    assembler = ChoiceAssembler(0, tokenizer.detokenizer([40]), ("STOP",))
-    first = assembler.feed(tokenizer.encode("do not ST"))
-    last = assembler.abort()
-    assert (first.text, last.text, last.finish_reason) == ("do not ", "ST", FinishReason.ABORT)
+    choice = Choice(0, tokenizer.detokenizer([40]), ("STOP",))
+    text = "".join(choice.take(token_id).text for token_id in tokenizer.encode("do not ST"))
+    last = choice.abort()
+    assert (text, last.text, last.finish_reason) == ("do not ", "ST", FinishReason.ABORT)
 
 
 def test_the_text_of_a_stop_token_is_hidden_but_counted(tokenizer: TextTokenizer) -> None:
     token_ids = [*tokenizer.encode("bye"), EOS]
     end = finished(len(token_ids), FinishReason.STOP)
-    told = assemble(tokenizer, token_ids, [1], end=end)
+    told = assemble(tokenizer, token_ids, end=end)
     assert (told.text, told.token_ids, told.ends) == ("bye", token_ids, [(FinishReason.STOP, None)])
     assert len(told.logprobs) == len(token_ids)
 
 
 def test_a_stop_string_inside_min_tokens_does_not_count(tokenizer: TextTokenizer) -> None:
     token_ids = [tokenizer.encode(word)[0] for word in ("one", " two", " one", " two")]
-    assert assemble(tokenizer, token_ids, [], stop=(" two",), min_tokens=2).text == "one two one"
-    assert assemble(tokenizer, token_ids, [], stop=(" two",), min_tokens=1).text == "one"
+    assert assemble(tokenizer, token_ids, stop=(" two",), min_tokens=2).text == "one two one"
+    assert assemble(tokenizer, token_ids, stop=(" two",), min_tokens=1).text == "one"
 
 
 def test_offsets_count_characters_of_the_text(tokenizer: TextTokenizer) -> None:
     text = "naïve 🚀 go"
     token_ids = tokenizer.encode(text)
-    told = assemble(tokenizer, token_ids, [2])
+    told = assemble(tokenizer, token_ids)
     whole = [len(tokenizer.decode(token_ids[:i]).rstrip("\ufffd")) for i in range(len(token_ids))]
     assert [entry.text_offset for entry in told.logprobs] == whole
 
 
-def test_after_its_end_a_choice_says_nothing(tokenizer: TextTokenizer) -> None:
-    assembler = ChoiceAssembler(0, tokenizer.detokenizer([40]), ("a",), stop_token_ids=frozenset([EOS]))
-    first = assembler.feed(tokenizer.encode("xa"))
-    assert (first.text, first.stop_reason) == ("x", "a")
-    late = assembler.feed(tokenizer.encode("more"), finished=finished(9, FinishReason.ERROR))
-    assert late.empty
+def test_the_engines_word_after_a_stop_string_says_nothing(tokenizer: TextTokenizer) -> None:
+    choice = Choice(0, tokenizer.detokenizer([40]), ("a",), stop_token_ids=frozenset([EOS]))
+    first, last = (choice.take(token_id) for token_id in tokenizer.encode("x a"))
+    assert (first.text + last.text, last.stop_reason, choice.finish_reason) == ("x ", "a", FinishReason.STOP)
+    assert choice.finish(finished(9, FinishReason.ERROR)) == ChoiceOutput(0)
+    assert choice.finish_reason == FinishReason.STOP

@@ -17,6 +17,36 @@ def test_all_is_well(null_server: LiveServer, method: str, path: str) -> None:
     assert (answer.status_code, answer.content) == (200, b"")
 
 
+@pytest.mark.parametrize("path", ["/health", "/live", "/ready", "/ping", "/v1/models", "/v1/models/tiny", "/metrics", "/version"])
+def test_head_is_get_without_the_body(null_server: LiveServer, path: str) -> None:
+    head, get = null_server.http.head(path), null_server.http.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["x-request-id"]
+    if path != "/metrics":  # which changes
+        assert head.headers.get("content-length") == get.headers.get("content-length")
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/health", "GET, HEAD, OPTIONS"),
+        ("/ping", "GET, POST, HEAD, OPTIONS"),
+        ("/v1/models", "GET, HEAD, OPTIONS"),
+        ("/v1/requests/any", "GET, DELETE, HEAD, OPTIONS"),
+        ("/v1/completions", "POST, OPTIONS"),
+    ],
+)
+def test_options_are_the_methods_of_a_path(null_server: LiveServer, path: str, allowed: str) -> None:
+    answer = null_server.http.options(path)
+    assert (answer.status_code, answer.headers["allow"], answer.content) == (204, allowed, b"")
+
+
+def test_head_of_what_is_not_there(null_server: LiveServer) -> None:
+    assert null_server.http.head("/nowhere").status_code == 404
+    assert null_server.http.options("/nowhere").status_code == 404
+    assert null_server.http.head("/v1/completions").status_code == 405
+
+
 def test_version_and_load(null_server: LiveServer) -> None:
     assert null_server.http.get("/version").json() == {"version": VERSION}
     assert null_server.http.get("/load").json() == {"server_load": 0}

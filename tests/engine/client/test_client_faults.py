@@ -11,6 +11,7 @@ from engine.client.request_stream import RequestStream
 from engine.protocol import PROTOCOL_VERSION, EngineCoreOutputs, EngineCoreRequest, FinishReason, encode, encode_column
 from gpu.plan import SamplingParams
 from tests.engine.conftest import MODEL, RunningEngine
+from tests.engine.following import Follower
 
 
 async def generated(client: AsyncClient, request_id: str) -> tuple[EngineCoreRequest, int]:
@@ -19,8 +20,10 @@ async def generated(client: AsyncClient, request_id: str) -> tuple[EngineCoreReq
     prompt = encode_column([1, 2, 3])
     request = EngineCoreRequest(PROTOCOL_VERSION, request_id, prompt, sampling, client.incarnation, client.next_handle())
     facts = RequestFacts(request_id, "/v1/completions", False, MODEL)
-    (stream,) = await client.add(MODEL, [request], facts, AdmissionLimits())
-    return request, sum([len(delta.token_ids) async for update in stream for delta in update.deltas])
+    follower = Follower()
+    await client.add(MODEL, [request], [follower], facts, AdmissionLimits())
+    await follower.whole()
+    return request, follower.num_tokens
 
 
 async def test_messages_that_make_no_sense(redis_url: str, engine: RunningEngine, client: AsyncClient) -> None:
@@ -47,8 +50,7 @@ async def test_a_record_that_cannot_be_read(redis_url: str, engine: RunningEngin
     request, _ = await generated(client, "r-1")
     with redis.Redis.from_url(redis_url) as wire:
         wire.hset(keys.record(MODEL, "r-1"), "output", b"\xc1")
-    stream = RequestStream(request, MODEL, client._finish, client._forget)
-    await client._repair(stream)
-    (end,) = [delta.finished async for update in stream for delta in update.deltas]
-    assert end is not None
+    follower = Follower()
+    await client._repair(RequestStream(request, MODEL, follower, client._finish, client._forget))
+    _, (end,) = await follower.whole()
     assert (end.reason, end.error) == (FinishReason.ERROR, "The request's record cannot be read.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import pytest
@@ -21,6 +20,7 @@ from engine.protocol import (
     encode_column,
 )
 from gpu.plan import SamplingParams
+from tests.engine.following import Follower
 
 
 class Finishes:
@@ -28,32 +28,27 @@ class Finishes:
         self.calls: list[tuple[int, FinishReason, int, str | None]] = []
         self.closed = 0
 
-    async def finish(self, stream: RequestStream, choice: int, reason: FinishReason, keep: int, stop_reason: str | None) -> None:
+    def finish(self, stream: RequestStream, choice: int, reason: FinishReason, keep: int, stop_reason: str | None) -> None:
         self.calls.append((choice, reason, keep, stop_reason))
 
     def close(self, stream: RequestStream) -> None:
         self.closed += 1
 
 
-def make_stream(n: int = 1) -> tuple[RequestStream, Finishes]:
+def make_stream(n: int = 1, stop: dict[int, int] | None = None) -> tuple[RequestStream, Follower, Finishes]:
     request = EngineCoreRequest(PROTOCOL_VERSION, "r-1", encode_column([1, 2, 3]), SamplingParams(n=n), "api", 7)
-    finishes = Finishes()
-    return RequestStream(request, "model", finishes.finish, finishes.close), finishes
+    finishes, follower = Finishes(), Follower(stop or {})
+    follower.stream = RequestStream(request, "model", follower, finishes.finish, finishes.close)
+    return follower.stream, follower, finishes
 
 
 def terminal(choice: int, num_tokens: int) -> FinishedOutput:
     return FinishedOutput(7, choice, num_tokens, FinishReason.LENGTH, None, 0, RequestTimes())
 
 
-async def drain(stream: RequestStream, n: int) -> tuple[list[list[int]], list[int]]:
-    tokens: list[list[int]] = [[] for _ in range(n)]
-    ends = [0] * n
-    async for update in stream:
-        for delta in update.deltas:
-            assert not ends[delta.choice], "output after the end"
-            tokens[delta.choice] += delta.token_ids
-            ends[delta.choice] += delta.finished is not None
-    return tokens, ends
+def told(follower: Follower, n: int = 1) -> tuple[list[list[int]], list[int]]:
+    """Tokens, and whether the end came, by choice."""
+    return [follower.tokens.get(choice, []) for choice in range(n)], [int(choice in follower.ends) for choice in range(n)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -61,86 +56,85 @@ async def drain(stream: RequestStream, n: int) -> tuple[list[list[int]], list[in
 def test_any_loss_and_repetition_with_replay_gives_each_token_once(n: int, length: int, seed: int) -> None:
     rng = random.Random(seed)
     wanted = [[100 * choice + offset for offset in range(length)] for choice in range(n)]
-
-    async def scenario() -> None:
-        stream, finishes = make_stream(n)
-        reader = asyncio.create_task(drain(stream, n))
-        for _ in range(50):
-            # the engine replays from what the stream says it lacks; the transport loses and repeats at will
-            for choice, start in stream.missing_from():
-                for offset in range(start, length):
-                    for _ in range(rng.choice([0, 1, 1, 2])):
-                        stream.take_token(choice, offset, wanted[choice][offset], None)
-                if rng.random() < 0.5:
-                    stream.take_terminal(terminal(choice, length))
-            await asyncio.sleep(0)
+    stream, follower, finishes = make_stream(n)
+    for _ in range(50):
+        # the engine replays from what the stream says it lacks; the transport loses and repeats at will
         for choice, start in stream.missing_from():
             for offset in range(start, length):
-                stream.take_token(choice, offset, wanted[choice][offset], None)
-            stream.take_terminal(terminal(choice, length))
-        tokens, ends = await reader
-        assert tokens == wanted and ends == [1] * n
-        assert stream.done and finishes.closed == 1
+                for _ in range(rng.choice([0, 1, 1, 2])):
+                    stream.take_token(choice, offset, wanted[choice][offset], None)
+            if rng.random() < 0.5:
+                stream.take_terminal(terminal(choice, length))
+    for choice, start in stream.missing_from():
+        for offset in range(start, length):
+            stream.take_token(choice, offset, wanted[choice][offset], None)
+        stream.take_terminal(terminal(choice, length))
+    assert told(follower, n) == (wanted, [1] * n)
+    assert stream.done and finishes.closed == 1
 
-    asyncio.run(scenario())
 
-
-async def test_a_gap_is_told_and_the_end_waits_for_it() -> None:
-    stream, _ = make_stream()
+def test_a_gap_is_told_and_the_end_waits_for_it() -> None:
+    stream, follower, _ = make_stream()
     assert stream.take_token(0, 0, 5, None)
     assert not stream.take_token(0, 2, 7, None)
     assert not stream.take_terminal(terminal(0, 3))
     assert stream.missing_from() == [(0, 1)]
     assert stream.take_token(0, 1, 6, None) and stream.take_token(0, 2, 7, None)
-    assert (await drain(stream, 1)) == ([[5, 6, 7]], [1])
+    assert told(follower) == ([[5, 6, 7]], [1])
 
 
-async def test_updates_of_a_slow_reader_are_merged() -> None:
-    stream, _ = make_stream()
-    for offset in range(100):
-        stream.take_token(0, offset, offset, None)
-    update = await anext(stream)
-    assert update.deltas[0].token_ids == list(range(100))
+def test_a_stop_string_drops_later_tokens_and_still_ends_once() -> None:
+    stream, follower, finishes = make_stream(stop={0: 2})
+    for offset, token_id in enumerate((5, 6, 7)):
+        stream.take_token(0, offset, token_id, None)
+    assert finishes.calls == [(0, FinishReason.STOP, 2, "END")]
+    assert told(follower) == ([[5, 6]], [0])
+    stream.take_terminal(FinishedOutput(7, 0, 2, FinishReason.STOP, "END", 0, RequestTimes()))
+    assert told(follower) == ([[5, 6]], [1])
 
 
-async def test_stop_drops_later_tokens_and_still_ends_once() -> None:
-    stream, finishes = make_stream()
+def test_a_stop_string_in_what_came_before_the_end() -> None:
+    """The engine's own end was here first, without the tokens before it."""
+    stream, follower, finishes = make_stream(stop={0: 1})
+    stream.take_terminal(terminal(0, 2))
     stream.take_token(0, 0, 5, None)
-    assert (await anext(stream)).deltas[0].token_ids == [5]
-    await stream.stop(0, 1, "END")
-    assert finishes.calls == [(0, FinishReason.STOP, 1, "END")]
-    stream.take_token(0, 1, 6, None)
-    stream.take_terminal(FinishedOutput(7, 0, 1, FinishReason.STOP, "END", 0, RequestTimes()))
-    assert (await drain(stream, 1)) == ([[]], [1])
+    assert finishes.calls == [(0, FinishReason.STOP, 1, "END")] and finishes.closed == 1
+    assert told(follower) == ([[5]], [1])
 
 
-async def test_abort_ends_the_iteration_and_is_idempotent() -> None:
-    stream, finishes = make_stream(2)
-    reader = asyncio.create_task(drain(stream, 2))
-    await asyncio.sleep(0)
-    await stream.abort()
-    await stream.abort()
+def test_after_an_abort_nothing_comes() -> None:
+    stream, follower, finishes = make_stream(2)
+    stream.abort()
+    stream.abort()
     stream.take_token(0, 0, 5, None)
-    assert (await reader) == ([[], []], [0, 0])
+    stream.take_terminal(terminal(1, 0))
+    stream.take_end(FinishReason.ERROR, "gone")
+    assert told(follower, 2) == ([[], []], [0, 0])
     assert finishes.calls == [(-1, FinishReason.ABORT, -1, None)] and finishes.closed == 1
 
 
-async def test_the_record_completes_what_was_received() -> None:
-    stream, _ = make_stream(2)
+def test_a_receiver_may_abort_in_the_middle_of_a_token() -> None:
+    stream, follower, finishes = make_stream()
+    stream.take_terminal(terminal(0, 1))
+    taken = follower.take_token
+    follower.take_token = lambda *token: (taken(*token), stream.abort())[0]  # type: ignore[method-assign]
+    assert stream.take_token(0, 0, 5, None)
+    assert told(follower) == ([[5]], [0]) and finishes.closed == 1
+
+
+def test_the_record_completes_what_was_received() -> None:
+    stream, follower, _ = make_stream(2)
     stream.take_token(0, 0, 5, None)
     kept = [StoredChoice(encode_column([5, 6]), FinishReason.STOP), StoredChoice(encode_column([8]), FinishReason.LENGTH)]
     stream.take_stored(StoredOutput(kept, 2, RequestTimes()))
-    assert (await drain(stream, 2)) == ([[5, 6], [8]], [1, 1])
+    assert told(follower, 2) == ([[5, 6], [8]], [1, 1])
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
-async def test_an_end_without_the_engines_word_ends_every_open_choice(reason: FinishReason) -> None:
-    stream, _ = make_stream(2)
+def test_an_end_without_the_engines_word_ends_every_open_choice(reason: FinishReason) -> None:
+    stream, follower, _ = make_stream(2)
     stream.take_token(0, 0, 5, None)
     stream.take_terminal(terminal(0, 1))
     stream.take_end(reason, "gone")
-    update = await anext(stream)
-    assert [(delta.finished.reason, delta.finished.error) for delta in update.deltas if delta.finished] == [
-        (FinishReason.LENGTH, None),
-        (reason, "gone"),
-    ]
+    ends = [(follower.ends[choice].reason, follower.ends[choice].error) for choice in range(2)]
+    assert ends == [(FinishReason.LENGTH, None), (reason, "gone")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -14,7 +15,6 @@ from engine.bus import keys, leases, records
 from engine.bus.call import Fenced
 from engine.bus.enqueue import AdmissionLimits, Refused, RequestFacts
 from engine.client.client import AsyncClient
-from engine.client.request_stream import RequestStream
 from engine.protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -34,6 +34,7 @@ from engine.runtime.loop import IDLE_SECONDS
 from gpu.null import null_tokens
 from gpu.plan import SamplingParams, child_seed
 from tests.engine.conftest import MODEL, RunningEngine
+from tests.engine.following import Follower
 from tests.waiting import wait_for_async
 
 NO_LIMITS = AdmissionLimits()
@@ -52,20 +53,19 @@ def make_request(client: AsyncClient, name: str = "r", prompt: int = 20, **sampl
     )
 
 
-async def add(client: AsyncClient, *requests: EngineCoreRequest, external_id: str = "mine") -> list[RequestStream]:
-    return await client.add(MODEL, list(requests), RequestFacts(external_id), NO_LIMITS)
-
-
-async def collect(stream: RequestStream, n: int = 1) -> tuple[list[list[int]], list[FinishedOutput]]:
-    tokens: list[list[int]] = [[] for _ in range(n)]
-    ends: dict[int, FinishedOutput] = {}
-    async for update in stream:
-        for delta in update.deltas:
-            tokens[delta.choice] += delta.token_ids
-            if delta.finished is not None:
-                assert delta.choice not in ends
-                ends[delta.choice] = delta.finished
-    return tokens, [ends[choice] for choice in range(n)]
+async def add(
+    client: AsyncClient,
+    *requests: EngineCoreRequest,
+    external_id: str = "mine",
+    stop: dict[int, int] | None = None,
+    model: str = MODEL,
+    limits: AdmissionLimits = NO_LIMITS,
+) -> list[Follower]:
+    followers = [Follower(stop or {}) for _ in requests]
+    streams = await client.add(model, list(requests), followers, RequestFacts(external_id), limits)
+    for follower, stream in zip(followers, streams, strict=True):
+        follower.stream = stream
+    return followers
 
 
 def expected(request: EngineCoreRequest, choice: int = 0, prompt: int = 20) -> list[int]:
@@ -89,7 +89,7 @@ async def settled(engine: RunningEngine) -> None:
 async def test_outputs_come_whole_and_end_once(engine: RunningEngine, client: AsyncClient) -> None:
     requests = [make_request(client) for _ in range(40)]  # more than run at once
     streams = [(await add(client, request))[0] for request in requests]
-    for request, (tokens, ends) in zip(requests, await asyncio.gather(*map(collect, streams)), strict=True):
+    for request, (tokens, ends) in zip(requests, await asyncio.gather(*map(Follower.whole, streams)), strict=True):
         assert tokens == [expected(request)]
         assert ends[0].reason == FinishReason.LENGTH
         times = ends[0].times
@@ -103,7 +103,7 @@ async def test_outputs_come_whole_and_end_once(engine: RunningEngine, client: As
 async def test_choices_differ_and_each_ends(engine: RunningEngine, client: AsyncClient) -> None:
     request = make_request(client, n=3)
     (stream,) = await add(client, request)
-    tokens, ends = await collect(stream, 3)
+    tokens, ends = await stream.whole(3)
     assert tokens == [expected(request, choice) for choice in range(3)]
     assert [end.reason for end in ends] == [FinishReason.LENGTH] * 3
     await settled(engine)
@@ -112,25 +112,22 @@ async def test_choices_differ_and_each_ends(engine: RunningEngine, client: Async
 async def test_logprobs_and_prompt_logprobs_come_complete(engine: RunningEngine, client: AsyncClient) -> None:
     request = make_request(client, prompt=300, logprobs=2, prompt_logprobs=1)  # longer than a step's budget
     (stream,) = await add(client, request)
-    offsets, positions = [], []
-    async for update in stream:
-        for entry in update.prompt_logprobs:
-            positions += range(entry.position, entry.position + len(entry.ranks) // 4)
-        for delta in update.deltas:
-            offsets += [entry.offset for entry in delta.logprobs]
-            assert all(len(entry.token_ids) == 12 for entry in delta.logprobs)
-    assert offsets == list(range(10)) and positions == list(range(1, 300))
+    await stream.whole()
+    assert all(len(entry.token_ids) == 12 for entry in stream.logprobs)
+    assert [entry.offset for entry in stream.logprobs] == list(range(10))
+    parts = [range(part.position, part.position + len(part.ranks) // 4) for part in stream.prompt_logprobs]
+    assert list(itertools.chain(*parts)) == list(range(1, 300))
     await settled(engine)
 
 
 async def test_abort_of_a_running_request_frees_its_blocks(engine: RunningEngine, client: AsyncClient) -> None:
     request = make_request(client, max_tokens=450)
     (stream,) = await add(client, request)
-    await anext(stream)
+    await stream.has_tokens()
     result = await client.abort(MODEL, request.request_id)
     assert result.found and result.state == "ended" and 0 < result.num_tokens < 450
     assert engine.core.stats().num_free_blocks == engine.core.limits.num_blocks - 1
-    _, ends = await collect(stream)
+    _, ends = await stream.whole()
     assert (ends[0].reason, ends[0].num_tokens) == (FinishReason.ABORT, result.num_tokens)
     again = await client.abort(MODEL, request.request_id)
     assert again.found and again.num_tokens == result.num_tokens
@@ -139,31 +136,31 @@ async def test_abort_of_a_running_request_frees_its_blocks(engine: RunningEngine
 
 async def test_a_running_record_tells_what_the_prefix_cache_gave(engine: RunningEngine, client: AsyncClient) -> None:
     (first,) = await add(client, make_request(client, prompt=40))
-    await collect(first)
+    await first.whole()
     request = make_request(client, prompt=40, max_tokens=450)
     (stream,) = await add(client, request)
-    await anext(stream)
+    await stream.has_tokens()
     record = await client.record(MODEL, request.request_id)
     assert record is not None and (record.state, record.cached_tokens) == ("running", 32)  # whole blocks
-    await stream.abort()
+    stream.abort()
     await settled(engine)
 
 
 async def test_a_client_that_leaves_frees_the_engine(engine: RunningEngine, client: AsyncClient) -> None:
     streams = [(await add(client, make_request(client, max_tokens=450)))[0] for _ in range(30)]  # running and waiting ones
-    await anext(streams[0])
+    await streams[0].has_tokens()
     for stream in streams:
-        await stream.abort()
+        stream.abort()
     await settled(engine)
     assert client.num_streams == 0
 
 
 async def test_abort_of_a_queued_request_needs_no_engine(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
     request = make_request(client)
-    (stream,) = await client.add(MODEL, [request], RequestFacts("mine"), AdmissionLimits(require_engine=False))
+    (stream,) = await add(client, request, limits=AdmissionLimits(require_engine=False))
     result = await client.abort(MODEL, request.request_id)
     assert (result.state, result.num_tokens) == ("ended", 0)
-    _, ends = await collect(stream)
+    _, ends = await stream.whole()
     assert ends[0].reason == FinishReason.ABORT
     await settled(start_engine())
 
@@ -182,7 +179,7 @@ async def test_an_abort_read_before_its_request_wins(engine: RunningEngine, clie
     request = make_request(client, max_tokens=450)
     engine.loop.inbox.put(Abort(request.request_id))
     (stream,) = await add(client, request)
-    tokens, ends = await collect(stream)
+    tokens, ends = await stream.whole()
     assert (tokens, ends[0].reason) == ([[]], FinishReason.ABORT)
     await settled(engine)
 
@@ -194,12 +191,12 @@ async def test_a_row_that_fails_ends_alone_though_the_next_step_is_planned(
     engine = start_engine()
     good = make_request(client, max_tokens=100)
     (stream,) = await add(client, good)
-    await anext(stream)
+    await stream.has_tokens()
     bad = [(await add(client, make_request(client, seed=77)))[0] for _ in range(3)]
-    for tokens, ends in await asyncio.gather(*map(collect, bad)):
+    for tokens, ends in await asyncio.gather(*map(Follower.whole, bad)):
         assert (tokens, ends[0].reason) == ([[]], FinishReason.ERROR)
         assert ends[0].error is not None and "seed 77 fails" in ends[0].error
-    tokens, _ = await collect(stream)
+    tokens, _ = await stream.whole()
     assert tokens[0] == expected(good)[100 - len(tokens[0]) :]
     await settled(engine)
     assert engine.error is None
@@ -212,22 +209,19 @@ async def test_the_list_tells_how_far_a_running_request_is(
     engine = start_engine()
     request = make_request(client, max_tokens=450)
     (stream,) = await add(client, request)
-    await anext(stream)
+    await stream.has_tokens()
     seen = await wait_for_async(lambda: engine.bus.run(records.live_requests(MODEL))[0].output_tokens, "progress in the list")
     assert 0 < seen <= 450
     assert engine.bus.run(records.find(MODEL, "mine"))[0].output_tokens >= seen
-    await stream.abort()
+    stream.abort()
     await settled(engine)
 
 
 async def test_a_stop_string_cuts_the_output(engine: RunningEngine, client: AsyncClient) -> None:
     request = make_request(client, max_tokens=450)
-    (stream,) = await add(client, request)
-    received = 0
-    while received < 5:
-        received += sum(len(delta.token_ids) for delta in (await anext(stream)).deltas)
-    await stream.stop(0, 5, "END")
-    _, ends = await collect(stream)
+    (stream,) = await add(client, request, stop={0: 5})
+    tokens, ends = await stream.whole()
+    assert len(tokens[0]) == 5
     assert (ends[0].reason, ends[0].num_tokens, ends[0].stop_reason) == (FinishReason.STOP, 5, "END")
     await settled(engine)
     record = await client.record(MODEL, request.request_id)
@@ -249,7 +243,7 @@ async def test_lost_messages_are_healed(engine: RunningEngine, client: AsyncClie
     requests = [make_request(client, max_tokens=60) for _ in range(5)]
     streams = [(await add(client, request))[0] for request in requests]
     async with asyncio.timeout(30):
-        results = await asyncio.gather(*map(collect, streams))
+        results = await asyncio.gather(*map(Follower.whole, streams))
     for request, (tokens, _) in zip(requests, results, strict=True):
         assert tokens == [expected(request)]
     await settled(engine)
@@ -264,7 +258,7 @@ async def test_a_message_that_cannot_be_read_is_as_good_as_lost(
     request = make_request(client)
     (stream,) = await add(client, request)
     async with asyncio.timeout(30):
-        tokens, _ = await collect(stream)
+        tokens, _ = await stream.whole()
     assert tokens == [expected(request)]
     await settled(engine)
 
@@ -272,13 +266,12 @@ async def test_a_message_that_cannot_be_read_is_as_good_as_lost(
 async def test_a_cut_subscription_is_healed(engine: RunningEngine, client: AsyncClient) -> None:
     request = make_request(client, max_tokens=450)
     (stream,) = await add(client, request)
-    await anext(stream)
+    await stream.has_tokens()
     connections = engine.bus._client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
     assert connections >= 1
     async with asyncio.timeout(30):
-        update = await anext(stream)
-        assert update.deltas[0].token_ids
-        await stream.abort()
+        await stream.has_tokens(stream.num_tokens + 1)
+        stream.abort()
     await settled(engine)
 
 
@@ -294,15 +287,16 @@ async def test_a_request_on_its_way_is_not_given_up_after_a_cut(engine: RunningE
         redis("CLIENT", "KILL", "TYPE", "pubsub")
         await client._repair(stream)
         redis("CLIENT", "UNPAUSE")
-        assert await adding == [stream]
-        tokens, _ = await collect(stream)
+        (follower,) = await adding
+        assert follower.stream is stream
+        tokens, _ = await follower.whole()
     assert tokens == [expected(request)]
     await settled(engine)
 
 
 async def test_a_prompt_that_does_not_fit_ends_with_an_error(engine: RunningEngine, client: AsyncClient) -> None:
     (stream,) = await add(client, make_request(client, prompt=600))
-    _, ends = await collect(stream)
+    _, ends = await stream.whole()
     assert ends[0].reason == FinishReason.ERROR and "600 tokens" in (ends[0].error or "")
     await settled(engine)
 
@@ -364,12 +358,12 @@ async def test_a_request_that_cannot_be_one_ends_alone(
             patch.setattr("engine.bus.enqueue.encode", damage.write)
             streams += await add(client, make_request(client))
     async with asyncio.timeout(30):
-        results = await asyncio.gather(*map(collect, streams))
+        results = await asyncio.gather(*map(Follower.whole, streams))
     for damage, (_, ends) in zip(DAMAGES, results, strict=True):
         assert (ends[0].reason, damage) == (FinishReason.ERROR, damage)
         assert damage.said in (ends[0].error or ""), damage
     (stream,) = await add(client, make_request(client))
-    tokens, _ = await collect(stream)
+    tokens, _ = await stream.whole()
     assert len(tokens[0]) == 10
     await settled(engine)
 
@@ -377,7 +371,7 @@ async def test_a_request_that_cannot_be_one_ends_alone(
 async def test_a_command_that_cannot_be_one_is_left_aside(engine: RunningEngine, client: AsyncClient) -> None:
     request = make_request(client, max_tokens=450)
     (stream,) = await add(client, request)
-    await anext(stream)
+    await stream.has_tokens()
     mine, ours = (b"incarnation", str(engine.info.incarnation)), encode(Utility("drain"))
     control = keys.control(MODEL, engine.info.slot)
     for fields in (
@@ -398,7 +392,7 @@ async def test_a_command_that_cannot_be_one_is_left_aside(engine: RunningEngine,
         engine.bus._client.execute_command("XADD", control, "*", *fields)
     reply = await client.utility(engine.info, "wake_up", "too", "many")
     assert not reply.ok and "TypeError" in (reply.error or "")
-    _, ends = await collect(stream)
+    _, ends = await stream.whole()
     assert (ends[0].reason, ends[0].num_tokens) == (FinishReason.LENGTH, 450)
     await settled(engine)
 
@@ -406,29 +400,27 @@ async def test_a_command_that_cannot_be_one_is_left_aside(engine: RunningEngine,
 async def test_a_request_taken_twice_is_one(engine: RunningEngine, client: AsyncClient) -> None:
     request = make_request(client, max_tokens=450)
     (stream,) = await add(client, request)
-    first = await anext(stream)
+    await stream.has_tokens()
     engine.loop.inbox.put(Arrival(request, engine.core.make_requests(request, 1.0, 1.0)))
-    tokens, _ = await collect(stream)
-    assert first.deltas[0].token_ids + tokens[0] == expected(request)
+    tokens, _ = await stream.whole()
+    assert tokens == [expected(request)]
     await settled(engine)
 
 
 async def test_a_gap_in_what_ends_in_the_same_message_is_no_harm(engine: RunningEngine, client: AsyncClient) -> None:
     """Prompt logprobs are missing, and before they can be asked for the engine ends the request with an error."""
     request = make_request(client, prompt=40, prompt_logprobs=0)
-    (stream,) = await client.add("nobody", [request], RequestFacts("mine"), AdmissionLimits(require_engine=False))
+    (stream,) = await add(client, request, model="nobody", limits=AdmissionLimits(require_engine=False))
     late = OutputPromptLogprobs(request.handle, 20, encode_column([7]), encode_column([0.0], np.float32), encode_column([1]))
     end = FinishedOutput(request.handle, 0, 0, FinishReason.ERROR, None, 0, RequestTimes(), "broken")
     client._take_in(EngineCoreOutputs("nobody:0", 1, 1, prompt_logprobs=[late], finished=[end]))
-    _, ends = await collect(stream)
+    _, ends = await stream.whole()
     assert ends == [end] and client.num_streams == 0
 
 
 async def test_limits_refuse_the_whole_list(engine: RunningEngine, client: AsyncClient) -> None:
     with pytest.raises(Refused) as refusal:
-        await client.add(
-            MODEL, [make_request(client) for _ in range(3)], RequestFacts("mine"), AdmissionLimits(max_num_queued_reqs=2)
-        )
+        await add(client, *(make_request(client) for _ in range(3)), limits=AdmissionLimits(max_num_queued_reqs=2))
     assert refusal.value.reason == "max_num_queued_reqs"
     assert client.num_streams == 0
     await settled(engine)
@@ -442,7 +434,7 @@ async def test_cancelling_add_at_any_await_leaves_nothing(engine: RunningEngine,
         task.cancel()
         outcome = (await asyncio.gather(task, return_exceptions=True))[0]
         if isinstance(outcome, list):
-            await outcome[0].abort()
+            outcome[0].abort()
     await settled(engine)
     assert client.num_streams == 0
 
@@ -453,8 +445,8 @@ async def test_priority_orders_what_waits(start_engine: Callable[..., RunningEng
 
     async def run(priority: int) -> None:
         request = msgspec.structs.replace(make_request(client, max_tokens=40), priority=priority)
-        (stream,) = await client.add(MODEL, [request], RequestFacts("mine"), waiting)
-        await collect(stream)
+        (stream,) = await add(client, request, limits=waiting)
+        await stream.whole()
         order.append(priority)
 
     tasks = [asyncio.create_task(run(priority)) for priority in (5, 1, 3)]
@@ -472,10 +464,10 @@ async def test_priority_orders_what_waits(start_engine: Callable[..., RunningEng
 async def test_a_hung_engine_is_fenced_and_its_requests_end(engine: RunningEngine, client: AsyncClient) -> None:
     """Its slot is taken from it while it runs, as after a stop that outlasted its time to live."""
     (stream,) = await add(client, make_request(client, max_tokens=450))
-    await anext(stream)
+    await stream.has_tokens()
     engine.bus.run(leases.release_slot(MODEL, engine.info.slot, engine.info.incarnation))
     async with asyncio.timeout(10):
-        _, ends = await collect(stream)
+        _, ends = await stream.whole()
     assert ends[0].reason == FinishReason.ERROR
     engine.join()
     assert isinstance(engine.error, Fenced)
@@ -490,7 +482,7 @@ async def test_an_abort_is_told_of_the_end_that_a_dead_engine_could_not_confirm(
     engine = start_engine()
     monkeypatch.setattr(engine.loop, "_obey", lambda command, report: None)
     (stream,) = await add(client, make_request(client, max_tokens=450))
-    await anext(stream)
+    await stream.has_tokens()
     aborting = asyncio.create_task(client.abort(MODEL, stream.request_id, timeout=60))
     engine.bus.run(leases.release_slot(MODEL, engine.info.slot, engine.info.incarnation))
     async with asyncio.timeout(10):
@@ -508,7 +500,7 @@ async def test_an_abort_that_nobody_confirms_says_so(
     with monkeypatch.context() as deaf:
         deaf.setattr(engine.loop, "_obey", lambda command, report: None)
         (stream,) = await add(client, make_request(client, max_tokens=450))
-        await anext(stream)
+        await stream.has_tokens()
         assert (await client.abort(MODEL, stream.request_id, timeout=0.2)).state == "unconfirmed"
     assert (await client.abort(MODEL, stream.request_id)).state == "ended"
     await settled(engine)
@@ -517,10 +509,10 @@ async def test_an_abort_that_nobody_confirms_says_so(
 async def test_shutdown_ends_what_runs(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
     engine = start_engine()
     (stream,) = await add(client, make_request(client, max_tokens=450))
-    await anext(stream)
+    await stream.has_tokens()
     engine.loop.stop()
     async with asyncio.timeout(5):
-        _, ends = await collect(stream)
+        _, ends = await stream.whole()
     assert (ends[0].reason, ends[0].error) == (FinishReason.ERROR, "The engine was shut down.")
     engine.join()
     assert engine.bus.run(leases.engines(MODEL)) == []
@@ -533,7 +525,7 @@ async def test_a_draining_engine_still_obeys_aborts(
     monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
     engine = start_engine()
     (stream,) = await add(client, make_request(client, max_tokens=450))
-    await anext(stream)
+    await stream.has_tokens()
     engine.loop.stop(timeout=60)
     async with asyncio.timeout(10):
         result = await client.abort(MODEL, stream.request_id)
@@ -548,11 +540,11 @@ async def test_the_second_stop_does_not_wait(
     monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
     engine = start_engine()
     (stream,) = await add(client, make_request(client, max_tokens=450))
-    await anext(stream)
+    await stream.has_tokens()
     engine.loop.stop(timeout=60)
     engine.loop.stop(timeout=60)
     engine.join()
-    _, (end,) = await collect(stream)
+    _, (end,) = await stream.whole()
     assert end.reason == FinishReason.ERROR
 
 
@@ -581,7 +573,7 @@ async def test_what_was_taken_but_not_looked_at_ends_with_its_engine(
     async with asyncio.timeout(10):
         await wait_for_async(running, "the engine has taken it")
         engine.loop.stop()
-        tokens, (end,) = await collect(stream)
+        tokens, (end,) = await stream.whole()
     assert tokens == [[]] and (end.reason, end.error) == (FinishReason.ERROR, "The engine was shut down.")
     await asyncio.to_thread(engine.join)
 
@@ -601,6 +593,6 @@ async def test_utility_calls(engine: RunningEngine, client: AsyncClient) -> None
     record = await client.record(MODEL, stream.request_id)
     assert record is not None and record.state == "queued"
     assert (await client.utility(info, "wake_up")).ok
-    tokens, _ = await collect(stream)
+    tokens, _ = await stream.whole()
     assert len(tokens[0]) == 10
     await settled(engine)
