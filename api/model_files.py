@@ -40,6 +40,7 @@ class ServedModel:
     engine: str  # label of metrics: the slot where one engine serves the model, else "all"
     fingerprint: str  # short
     limits: ModelLimits
+    takes_priorities: bool  # of its requests; else all are alike
     files: ModelFiles
 
     @property
@@ -49,7 +50,7 @@ class ServedModel:
     @property
     def outline(self) -> tuple[Any, ...]:
         """All fields but the files."""
-        return self.name, self.canonical_name, self.engine, self.fingerprint, self.limits
+        return self.name, self.canonical_name, self.engine, self.fingerprint, self.limits, self.takes_priorities
 
 
 def make_model_files(model: str, content_hash: str, bundle: TokenizerBundle, template_source: str | None = None) -> ModelFiles:

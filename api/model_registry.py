@@ -84,6 +84,7 @@ class ServedModels:
             engines[0].slot if len(engines) == 1 else "all",  # which of several ran a request is not known here
             _short_fingerprint(engines[0].fingerprint),
             ModelLimits(handle.max_model_len, handle.vocab_size, handle.max_logprobs),
+            handle.takes_priorities,
             await self._load(client, handle),
         )
 

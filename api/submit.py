@@ -83,6 +83,8 @@ def _engine_requests(
     scope: Scope, principal: Principal, client: AsyncClient, task: Task, ids: list[str]
 ) -> list[EngineCoreRequest]:
     priority = _priority(scope, task.priority)
+    if not task.model.takes_priorities:
+        priority = 0
     trace = {name: value for name in TRACE_HEADERS if (value := header(scope, name.encode())) is not None}
     salt = derive_cache_salt(principal, task.cache_salt)
     return [

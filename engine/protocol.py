@@ -248,6 +248,7 @@ class EngineInfo(msgspec.Struct):
     state: str = "ready"  # "ready" | "draining" | "sleeping"
     stats: EngineStats = msgspec.field(default_factory=EngineStats)
     progress: dict[str, int] = {}  # output tokens so far of each request held
+    scheduling_policy: str = "fcfs"  # "fcfs": priorities count for nothing
 
 
 class TokenizerBundle(msgspec.Struct):

@@ -30,6 +30,11 @@ class ModelHandle:
         return min(engine.max_model_len for engine in self.engines)
 
     @property
+    def takes_priorities(self) -> bool:
+        """Whether requests wait in the order of their priorities; engines of one queue have one policy."""
+        return all(engine.scheduling_policy == "priority" for engine in self.engines)
+
+    @property
     def vocab_size(self) -> int:
         return self.engines[0].vocab_size
 

@@ -162,6 +162,7 @@ def engine_info(config: EngineConfig, core: EngineCore, name: str, tokenizer: st
         pid=os.getpid(),
         host=socket.gethostname(),
         started=core.clock(),
+        scheduling_policy=config.scheduler.scheduling_policy,
     )
 
 

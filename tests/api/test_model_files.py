@@ -41,7 +41,9 @@ def engines(redis_url: str, smollm2_bundle: TokenizerBundle) -> Iterator[None]:
     with ExitStack() as stack, Bus(redis_url) as bus:
         for name, bundle in bundles(smollm2_bundle).items():
             bus.run(put_tokenizer(name, name, bundle))
-            engine = RunningEngine(redis_url, null_config(), model=name, tokenizer=name)
+            config = null_config()
+            config.scheduler.scheduling_policy = "priority" if name == "go" else "fcfs"
+            engine = RunningEngine(redis_url, config, model=name, tokenizer=name)
             stack.callback(engine.stop)
         yield
 
@@ -76,6 +78,14 @@ async def test_a_broken_file_costs_what_depends_on_it(http: httpx.AsyncClient) -
     answer = await http.post(CHAT, json={"model": "sound", "messages": MESSAGES, "max_tokens": 2})
     assert answer.status_code == 200, answer.text
     assert (await http.get("/health")).status_code == 200
+
+
+async def test_a_priority_counts_where_the_policy_is_priority(http: httpx.AsyncClient) -> None:
+    for model, expected in (("sound", 0), ("go", -5)):
+        body = {"model": model, "prompt": [5, 6], "max_tokens": 2, "priority": -5}
+        answer = await http.post(TEXT, json=body)
+        record = (await http.get(f"/v1/requests/{answer.json()['id']}")).json()
+        assert (answer.status_code, record["priority"]) == (200, expected)
 
 
 def test_what_is_kept_of_a_broken_tokenizer(smollm2_bundle: TokenizerBundle) -> None:
