@@ -23,6 +23,7 @@ import redis
 from rich.table import Table
 
 from engine.bus import keys, leases
+from engine.bus.clock import BusClock
 from engine.bus.connection import Bus
 from engine.bus.enqueue import AdmissionLimits, RequestFacts, enqueue
 from engine.config import EngineConfig, SchedulerConfig
@@ -134,7 +135,7 @@ def measure_parts(url: str, size: int, num_steps: int) -> dict[str, float]:
         with role("listen", url, server):
             info = engine_info(config, core, MODEL, "")
             info.slot, info.incarnation = bus.run(leases.claim_slot(MODEL, info))
-            heartbeat = Heartbeat(bus, core, info, _raise)
+            heartbeat = Heartbeat(bus, core, info, BusClock(), _raise)
             heartbeat.start()
             publisher = Publisher(bus, MODEL, info.slot, info.incarnation, [server], _raise, retention=600)
             steps: list[dict[str, float]] = []
@@ -213,11 +214,12 @@ def _raise(error: BaseException) -> None:
 def serve(url: str, size: int, num_steps: int, backend: str) -> None:
     """An engine without a tokenizer."""
     config = engine_config(size, num_steps, backend)
-    core = EngineCore(config)
+    clock = BusClock()
+    core = EngineCore(config, clock=clock)
     with Bus(url) as bus:
         info = engine_info(config, core, MODEL, "")
         info.slot, info.incarnation = bus.run(leases.claim_slot(MODEL, info))
-        loop = connect(core, bus, info, retention=600)
+        loop = connect(core, bus, info, retention=600, clock=clock)
         signal.signal(signal.SIGTERM, lambda number, frame: loop.stop())
         say_ready()
         loop.run()
