@@ -50,7 +50,7 @@ def reap_api_servers(bus: Bus) -> int:
     reaped = 0
     for model in bus.run(leases.models()):
         clients = filter(None, bus.run(maintenance.clients(model)))
-        dead = frozenset(client for client in clients if bus.run(maintenance.api_absent(client)))
+        dead = frozenset(client for client in clients if bus.run(leases.api_absent(client)))
         for request_id in bus.run(maintenance.requests_of(model, dead)) if dead else ():
             bus.run(transitions.finish(model, request_id, Abort(request_id), API_GONE))
             reaped += 1
@@ -63,13 +63,8 @@ def fail_dead_engines(bus: Bus) -> int:
     """End the requests of dead engines: of an empty slot, and of the predecessors of a living engine. Returns how many."""
     failed = 0
     for model in bus.run(leases.models()):
-        look = bus.run(leases.observe(model))
-        for slot in look.pending:
-            holder = look.holders.get(slot)
-            if holder is not None:
-                failed += bus.run(transitions.fail_engine(model, slot, holder - 1, ENGINE_DIED))
-            elif bus.run(maintenance.engine_absent(model, slot)):
-                failed += bus.run(transitions.fail_engine(model, slot, look.last_incarnation, ENGINE_DIED))
+        for dead in bus.run(leases.dead_engines(model, predecessors=True)):
+            failed += bus.run(transitions.fail_engine(model, dead.slot, dead.incarnation, ENGINE_DIED))
     return failed
 
 

@@ -21,8 +21,8 @@ Command = tuple[Argument, ...]
 
 LUA = Path(__file__).parent / "lua"
 WITHOUT_MEMORY = frozenset(
-    {"beat", "beat_api", "fail_engine", "finish", "reject", "release"}
-)  # they keep an engine alive, or end something and so free memory
+    {"absent", "beat", "beat_api", "fail_engine", "finish", "reject", "release"}
+)  # they tell who is alive, or end something and so free memory
 
 
 class BusUnavailable(Exception):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,6 +16,7 @@ from engine.protocol import EngineInfo, decode_info, encode
 
 logger = logging.getLogger(__name__)
 
+LOOKS_APART = 15.0  # seconds after which a first look at a missing heartbeat counts no more
 SLOT_TTL = 2.0  # seconds that a slot outlives its last heartbeat
 BEAT_INTERVAL = 0.5  # seconds
 API_TTL = 3.0
@@ -158,13 +157,16 @@ def release_api(incarnation: str) -> Call[None]:
 # Death.
 
 
-@dataclass(frozen=True)
-class Observation:
-    """One look at a model's engines."""
+def _absent(heartbeat: str, marker: str, ttl: float) -> Call[bool]:
+    return Call(bool, script("absent"), (heartbeat, marker), (milliseconds(ttl), milliseconds(LOOKS_APART)))
 
-    pending: Mapping[str, int]  # slot -> entries that its consumer has in flight; slots without any are left out
-    holders: Mapping[str, int]  # slot -> incarnation that lives in it
-    last_incarnation: int  # the last one given, read before the rest: a missing engine had this one or a lower one
+
+def api_absent(incarnation: str, ttl: float = API_TTL) -> Call[bool]:
+    """Whether an API server's heartbeat was missing at two looks at least `ttl` apart, Redis not restarted between.
+
+    Looks may be those of different processes: Redis remembers the first.
+    """
+    return _absent(keys.api(incarnation), keys.absent_api(incarnation), ttl)
 
 
 class DeadEngine(NamedTuple):
@@ -172,53 +174,33 @@ class DeadEngine(NamedTuple):
     incarnation: int  # this one and those before it
 
 
-def observe(model: str) -> Call[Observation]:
-    def holders(answers: list[Any]) -> Call[Observation]:
-        last, slots, summary = answers
-        pending: dict[str, int] = {}
-        if not isinstance(summary, Exception):  # no stream yet
-            for consumer, count in summary[3] or ():
-                pending[keys.slot_of_consumer(consumer.decode())] = int(count)
-        numbers = sorted((name.decode() for name in slots), key=int)
+def dead_engines(model: str, predecessors: bool = False, ttl: float = SLOT_TTL) -> Call[list[DeadEngine]]:
+    """Dead engines that have requests in flight: a slot is without a holder at two looks at least `ttl` apart, as in `api_absent`.
 
-        def decode(values: list[Any]) -> Observation:
-            held = {number: int(value) for number, value in zip(numbers, values, strict=True) if value is not None}
-            return Observation(pending, held, int(last or 0))
-
-        return Call(decode, commands=tuple(("GET", keys.slot(model, number)) for number in numbers))
-
-    commands = (
-        ("GET", keys.incarnation(model)),
-        ("SMEMBERS", keys.slots(model)),
-        ("XPENDING", keys.requests(model), keys.GROUP),
-    )
-    return Call(holders, commands=commands, keep_errors=True)
-
-
-@dataclass
-class DeathWatch:
-    """Declares an engine dead that has requests in flight and no heartbeat for a whole time to live.
-
-    This observer must itself have seen Redis up for all of that time. Give it an observation at least once a time to live, and call
-    `lost_contact` when one fails.
+    They are named again at each look as long as they have something in flight. `predecessors`: also those that may have been before
+    the living holder of a slot, which ends their requests itself unless it dies at once.
     """
 
-    ttl: float = SLOT_TTL  # seconds
-    _missing_since: dict[str, float] = field(default_factory=dict)
-    _last_look: float | None = None
+    def look(answers: list[Any]) -> Call[list[DeadEngine]]:
+        last, summary = answers
+        consumers = () if isinstance(summary, Exception) else summary[3] or ()  # an error: there is no stream yet
+        slots = sorted((keys.slot_of_consumer(consumer.decode()) for consumer, _ in consumers), key=int)
 
-    def observe(self, observation: Observation, now: float) -> list[DeadEngine]:
-        """`now`: a monotonic clock, in seconds, read before the observation was asked for. The dead are named again at each look as
-        long as they have something in flight."""
-        if self._last_look is not None and now - self._last_look > self.ttl:
-            self.lost_contact()
-        self._last_look = now
-        missing = observation.pending.keys() - observation.holders.keys()
-        self._missing_since = {slot: self._missing_since.get(slot, now) for slot in missing}
-        dead = [slot for slot, since in self._missing_since.items() if now - since >= self.ttl]
-        return [DeadEngine(slot, observation.last_incarnation) for slot in sorted(dead)]
+        def judge(holders: list[Any]) -> list[DeadEngine] | Call[list[DeadEngine]]:
+            held = {slot: int(value) for slot, value in zip(slots, holders, strict=True) if value is not None}
+            dead = [DeadEngine(slot, holder - 1) for slot, holder in held.items()] if predecessors else []
+            # an engine that is missing had the last incarnation that was given, which was read before the rest, or a lower one
+            return confirm([slot for slot in slots if slot not in held], int(last or 0), dead)
 
-    def lost_contact(self) -> None:
-        """Redis was away, or no observation came: a heartbeat that seemed missing may have been there."""
-        self._missing_since.clear()
-        self._last_look = None
+        return Call(judge, commands=tuple(("GET", keys.slot(model, slot)) for slot in slots))
+
+    def confirm(missing: list[str], last: int, dead: list[DeadEngine]) -> list[DeadEngine] | Call[list[DeadEngine]]:
+        if not missing:
+            return dead
+        slot, *others = missing
+        own = _absent(keys.slot(model, slot), keys.absent_engine(model, slot), ttl)
+        more = [*dead, DeadEngine(slot, last)]
+        return Call(lambda absent: confirm(others, last, more if absent else dead), own.script, own.keys, own.arguments)
+
+    commands = (("GET", keys.incarnation(model)), ("XPENDING", keys.requests(model), keys.GROUP))
+    return Call(look, commands=commands, keep_errors=True)

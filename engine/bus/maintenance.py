@@ -5,26 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from engine.bus import keys
-from engine.bus.call import Call, milliseconds, script, seconds_of
-from engine.bus.leases import API_TTL, SLOT_TTL
+from engine.bus.call import Call, seconds_of
 from engine.bus.records import parse_fields
 
-LOOKS_APART = 15.0  # seconds after which a first look counts no more
 PAGE = 500
-
-
-def _absent(heartbeat: str, marker: str, ttl: float) -> Call[bool]:
-    return Call(bool, script("absent"), (heartbeat, marker), (milliseconds(ttl), milliseconds(LOOKS_APART)))
-
-
-def api_absent(incarnation: str, ttl: float = API_TTL) -> Call[bool]:
-    """Whether an API server's heartbeat was missing at two looks at least `ttl` apart, Redis not restarted between."""
-    return _absent(keys.api(incarnation), keys.absent_api(incarnation), ttl)
-
-
-def engine_absent(model: str, slot: str, ttl: float = SLOT_TTL) -> Call[bool]:
-    """The same of an engine's slot."""
-    return _absent(keys.slot(model, slot), keys.absent_engine(model, slot), ttl)
 
 
 def clients(model: str) -> Call[dict[str, int]]:

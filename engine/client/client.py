@@ -66,7 +66,7 @@ class AsyncClient:
         self, bus: AsyncBus, on_failure: Callable[[BaseException], None] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.incarnation = ""  # given by Redis at `start`
-        self.directory = Directory(bus, clock)
+        self.directory = Directory(bus)
         self._bus = bus
         self._clock = clock
         self._on_failure = on_failure
@@ -219,7 +219,7 @@ class AsyncClient:
                 await self.directory.fail_dead_engines()
                 await self._probe(self._clock())
             except BusUnavailable as error:
-                self.directory.lost_contact()
+                self.directory.redis_up = False
                 logger.warning("Redis is away: %s", error)
             except Exception:  # of what one model or request brought; the others go on
                 logger.exception("a round of housekeeping broke off")

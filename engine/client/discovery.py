@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.bus import leases, transitions
 from engine.bus.connection import AsyncBus
-from engine.bus.leases import DeathWatch
 from engine.protocol import EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -46,14 +44,12 @@ class ModelHandle:
 class Directory:
     """Models and engines as Redis knew them at the owner's last successful `refresh`."""
 
-    def __init__(self, bus: AsyncBus, clock: Callable[[], float]) -> None:
+    def __init__(self, bus: AsyncBus) -> None:
         self.models: dict[str, ModelHandle] = {}  # by served name
         self.engines: list[EngineInfo] = []
         self.known_models: set[str] = set()  # with an engine alive or not
         self.redis_up = False
         self._bus = bus
-        self._clock = clock
-        self._watches: dict[str, DeathWatch] = {}
 
     async def refresh(self) -> None:
         """Raises BusUnavailable."""
@@ -76,15 +72,7 @@ class Directory:
         """
         failed = 0
         for name in sorted(self.known_models):
-            watch = self._watches.setdefault(name, DeathWatch())
-            now = self._clock()
-            for dead in watch.observe(await self._bus.run(leases.observe(name)), now):
+            for dead in await self._bus.run(leases.dead_engines(name)):
                 logger.error("engine %s of %s is dead: its requests end", dead.slot, name)
                 failed += await self._bus.run(transitions.fail_engine(name, dead.slot, dead.incarnation, ENGINE_DIED))
         return failed
-
-    def lost_contact(self) -> None:
-        """Redis was away: no engine may be declared dead for a heartbeat that could not be seen."""
-        self.redis_up = False
-        for watch in self._watches.values():
-            watch.lost_contact()

@@ -49,7 +49,7 @@ async def test_both_buses_run_the_same_call(redis_url: str) -> None:
         async with AsyncBus(redis_url) as abus:
             bus.run(put("h"))
             assert await abus.run(get("h")) == bus.run(get("h")) == BUNDLE
-            assert await abus.run(leases.observe(MODEL)) == bus.run(leases.observe(MODEL))
+            assert await abus.run(leases.dead_engines(MODEL)) == bus.run(leases.dead_engines(MODEL)) == []
 
 
 def test_scripts_are_loaded_where_redis_has_forgotten_them(redis_url: str) -> None:
@@ -183,7 +183,7 @@ async def test_a_redis_that_is_busy_with_somebodys_script_is_away(own_server: Re
             try:
                 await expect_away(bus, abus, "BUSY")
                 with pytest.raises(BusUnavailable, match="BUSY"):
-                    await abus.run(leases.observe(MODEL))  # which tells other errors from each other itself
+                    await abus.run(leases.dead_engines(MODEL))  # which tells other errors from each other itself
             finally:
                 raw.script_kill()
             with pytest.raises(redis.ResponseError, match="killed"):

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from engine.bus import keys, leases, transitions
-from engine.bus.leases import DeadEngine, DeathWatch, Observation
-from tests.engine.bus.ledger_world import World
+from engine.bus.leases import DeadEngine
+from tests.engine.bus.ledger_world import Engine, World
 from tests.waiting import wait_for
 
 
@@ -18,65 +18,57 @@ def world(redis_url: str) -> Iterator[World]:
         yield world
 
 
-GONE = Observation(pending={"0": 3, "1": 1}, holders={"1": 50}, last_incarnation=50)
-BACK = Observation(pending={"0": 3, "1": 1}, holders={"0": 60, "1": 50}, last_incarnation=60)
+def crashed(world: World, num_requests: int = 1) -> Engine:
+    """An engine that has died with requests in flight."""
+    engine = world.engine()
+    world.enqueue(*(world.request() for _ in range(num_requests)))
+    world.take(engine, num_requests)
+    world.crash(engine)
+    return engine
 
 
-def test_missing_for_a_whole_time_to_live_is_dead_and_stays_so() -> None:
-    watch = DeathWatch(ttl=2.0)
-    assert [watch.observe(GONE, now) for now in (10.0, 11.0, 11.9)] == [[], [], []]
-    assert watch.observe(GONE, 12.0) == [DeadEngine("0", 50)]
-    assert watch.observe(GONE, 13.0) == [DeadEngine("0", 50)]
+def test_an_engine_without_heartbeat_for_a_whole_time_to_live_is_dead_and_stays_so(world: World) -> None:
+    living, _ = world.engine(), world.engine()  # one with something in flight, one without
+    dead = crashed(world, 2)
+    world.enqueue(world.request())
+    world.take(living)
+    assert world.bus.run(leases.dead_engines(world.model, ttl=60.0)) == []
+    assert world.bus.run(leases.dead_engines(world.model, ttl=60.0)) == [], "too soon after the first look"
+    named = wait_for(lambda: world.bus.run(leases.dead_engines(world.model, ttl=0.02)), "its death")
+    assert named == [DeadEngine(dead.slot, dead.incarnation)]
+    assert world.bus.run(leases.dead_engines(world.model, ttl=0.02)) == named
+    assert world.bus.run(transitions.fail_engine(world.model, *named[0], "it died")) == 2
+    assert world.bus.run(leases.dead_engines(world.model, ttl=0.001)) == []
 
 
-def test_who_comes_back_in_time_begins_anew() -> None:
-    watch = DeathWatch(ttl=2.0)
-    assert [watch.observe(each, now) for each, now in ((GONE, 0.0), (GONE, 1.5), (BACK, 2.0), (GONE, 2.5), (GONE, 4.4))] == [[]] * 5
-    assert watch.observe(GONE, 4.5) == [DeadEngine("0", 50)]
+def test_several_engines_die_at_once(world: World) -> None:
+    engines = [world.engine() for _ in range(3)]
+    for engine in engines:
+        world.enqueue(world.request())
+        world.take(engine)
+    for engine in engines:
+        world.crash(engine)
+    world.bus.run(leases.dead_engines(world.model))
+    named = wait_for(lambda: world.bus.run(leases.dead_engines(world.model, ttl=0.02)), "their deaths")
+    assert [dead.slot for dead in named] == [engine.slot for engine in engines]
 
 
-def test_an_engine_with_nothing_in_flight_needs_no_burial() -> None:
-    watch = DeathWatch(ttl=2.0)
-    idle = Observation(pending={}, holders={}, last_incarnation=50)
-    assert [watch.observe(idle, now) for now in (0.0, 2.0, 4.0)] == [[], [], []]
+def test_a_holder_that_is_back_begins_anew(world: World) -> None:
+    dead = crashed(world)
+    assert world.bus.run(leases.dead_engines(world.model, ttl=0.02)) == []
+    successor = world.engine()
+    assert successor.slot == dead.slot
+    assert world.bus.run(leases.dead_engines(world.model, ttl=0.02)) == []
+    predecessors = world.bus.run(leases.dead_engines(world.model, predecessors=True, ttl=0.02))
+    assert predecessors == [DeadEngine(dead.slot, successor.incarnation - 1)]
+    world.crash(successor)
+    assert world.bus.run(leases.dead_engines(world.model, ttl=60.0)) == []
 
 
-def test_while_redis_was_away_nothing_was_seen() -> None:
-    watch = DeathWatch(ttl=2.0)
-    watch.observe(GONE, 0.0)
-    watch.lost_contact()
-    assert [watch.observe(GONE, now) for now in (2.0, 3.0)] == [[], []]
-    assert watch.observe(GONE, 4.0) == [DeadEngine("0", 50)]
-
-
-def test_a_watcher_that_slept_has_not_watched() -> None:
-    watch = DeathWatch(ttl=2.0)
-    watch.observe(GONE, 0.0)
-    assert [watch.observe(GONE, now) for now in (100.0, 101.0)] == [[], []]
-    assert watch.observe(GONE, 102.0) == [DeadEngine("0", 50)]
-
-
-def test_an_observation_says_who_has_what_and_who_lives(world: World) -> None:
-    assert world.bus.run(leases.observe(world.model)) == Observation({}, {}, 0)
-    first, second, idle = world.engine(), world.engine(), world.engine()
-    world.enqueue(*(world.request() for _ in range(3)))
-    world.take(first, 2)
-    world.take(second)
-    world.crash(first)
-    seen = world.bus.run(leases.observe(world.model))
-    assert seen == Observation({"0": 2, "1": 1}, {"1": second.incarnation, "2": idle.incarnation}, idle.incarnation)
-
-
-def test_from_heartbeat_to_burial(world: World) -> None:
-    engine = world.engine(ttl=0.02)
-    world.enqueue(world.request("a"))
-    world.take(engine)
-    watch = DeathWatch(ttl=2.0)
-    wait_for(lambda: not world.raw.exists(keys.slot(world.model, engine.slot)), "the end of its time to live")
-    assert watch.observe(world.bus.run(leases.observe(world.model)), 0.0) == []
-    (dead,) = watch.observe(world.bus.run(leases.observe(world.model)), 2.0)
-    assert world.bus.run(transitions.fail_engine(world.model, *dead, "it died")) == 1
-    assert watch.observe(world.bus.run(leases.observe(world.model)), 4.0) == []
+def test_an_engine_with_nothing_in_flight_is_not_named(world: World) -> None:
+    assert world.bus.run(leases.dead_engines(world.model)) == []
+    world.crash(world.engine())
+    assert [world.bus.run(leases.dead_engines(world.model, ttl=0.001)) for _ in range(3)] == [[], [], []]
 
 
 def test_api_servers_come_beat_and_go(world: World) -> None:

@@ -32,7 +32,7 @@ def look_until_dead(world: World, name: str) -> int:
     def dead() -> bool:
         nonlocal looks
         looks += 1
-        return world.bus.run(maintenance.api_absent(name, ttl=0.05))
+        return world.bus.run(leases.api_absent(name, ttl=0.05))
 
     wait_for(dead, "its death", pause=0.001)
     return looks
@@ -40,13 +40,13 @@ def look_until_dead(world: World, name: str) -> int:
 
 def test_absent_at_two_looks_far_enough_apart(world: World) -> None:
     name = world.bus.run(leases.announce_api(ttl=60.0))
-    assert world.bus.run(maintenance.api_absent(name, ttl=0.001)) is False
+    assert world.bus.run(leases.api_absent(name, ttl=0.001)) is False
     world.raw.delete(keys.api(name))
-    assert world.bus.run(maintenance.api_absent(name, ttl=60.0)) is False
-    assert world.bus.run(maintenance.api_absent(name, ttl=60.0)) is False
+    assert world.bus.run(leases.api_absent(name, ttl=60.0)) is False
+    assert world.bus.run(leases.api_absent(name, ttl=60.0)) is False
     world.raw.delete(keys.absent_api(name))
     assert look_until_dead(world, name) > 2
-    assert world.bus.run(maintenance.api_absent(name, ttl=0.05)) is True, "and it stays so"
+    assert world.bus.run(leases.api_absent(name, ttl=0.05)) is True, "and it stays so"
 
 
 def test_who_was_back_between_two_looks_begins_anew(world: World) -> None:
@@ -54,27 +54,31 @@ def test_who_was_back_between_two_looks_begins_anew(world: World) -> None:
     world.raw.delete(keys.api(name))
     assert look_until_dead(world, name) > 1
     world.bus.run(leases.beat_api(name))
-    assert world.bus.run(maintenance.api_absent(name, ttl=0.05)) is False
+    assert world.bus.run(leases.api_absent(name, ttl=0.05)) is False
     world.bus.run(leases.release_api(name))
-    assert world.bus.run(maintenance.api_absent(name, ttl=0.05)) is False
+    assert world.bus.run(leases.api_absent(name, ttl=0.05)) is False
 
 
 def test_a_first_look_of_long_ago_does_not_count(world: World) -> None:
-    assert world.bus.run(maintenance.api_absent("1")) is False
+    assert world.bus.run(leases.api_absent("1")) is False
     assert 0 < world.raw.pttl(keys.absent_api("1")) <= 15_000
-    assert world.bus.run(maintenance.engine_absent(world.model, "0")) is False
-    assert 0 < world.raw.pttl(keys.absent_engine(world.model, "0")) <= 15_000
+    engine = world.engine()
+    world.enqueue(world.request())
+    world.take(engine)
+    world.crash(engine)
+    assert world.bus.run(leases.dead_engines(world.model)) == []
+    assert 0 < world.raw.pttl(keys.absent_engine(world.model, engine.slot)) <= 15_000
 
 
 def test_a_restart_of_redis_between_the_looks_makes_them_nothing() -> None:
     server = RedisServer(None, "--appendonly", "yes", "--appendfsync", "always")
     try:
         with World(server.url) as world:
-            assert world.bus.run(maintenance.api_absent("1", ttl=0.001)) is False
+            assert world.bus.run(leases.api_absent("1", ttl=0.001)) is False
             server.kill()
             server.start()
             assert world.raw.exists(keys.absent_api("1")), "the marker outlived it"
-            assert world.bus.run(maintenance.api_absent("1", ttl=0.001)) is False
+            assert world.bus.run(leases.api_absent("1", ttl=0.001)) is False
             assert look_until_dead(world, "1") >= 1
     finally:
         server.stop()
