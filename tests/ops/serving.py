@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import psutil
 from tests.waiting import wait_for
 
 READY = re.compile(r"headrace serves (?P<model>\S+) on (?P<url>http://\S+); try: (?P<curl>curl .*)")
+START_SECONDS = 180.0  # on a busy machine, where no kernel has been compiled yet
 HEADRACE = [sys.executable, "-P", "-m", "ops.cli"]
 
 
@@ -51,19 +53,26 @@ class Serving:
         self.curl = ""
         self.model = ""
 
-    def wait_ready(self, timeout: float = 60.0) -> None:
-        line = self._stdout.get(timeout=timeout)
+    def wait_ready(self, timeout: float = START_SECONDS) -> None:
+        line = self._next(self._stdout, "the ready line", timeout)
         announced = READY.fullmatch(line or "")
         assert announced, f"no ready line but {line!r}:\n{self.log}"
         self.url, self.model, self.curl = announced["url"], announced["model"], announced["curl"]
 
     def wait_for(self, text: str, timeout: float = 20.0) -> str:
         """The next line of stderr that holds `text`."""
+        deadline = time.monotonic() + timeout
         while True:
-            line = self._stderr.get(timeout=timeout)
+            line = self._next(self._stderr, repr(text), deadline - time.monotonic())
             assert line is not None, f"ended without {text!r}:\n{self.log}"
             if text in line:
                 return line
+
+    def _next(self, lines: queue.Queue[str | None], what: str, seconds: float) -> str | None:
+        try:
+            return lines.get(timeout=max(seconds, 0.0))
+        except queue.Empty:
+            raise AssertionError(f"not within its time: {what}\n{self.log}") from None
 
     @property
     def log(self) -> str:
