@@ -136,7 +136,7 @@ def _url(log: Path, server: subprocess.Popen[bytes]) -> str:
     return _until(found)[1]
 
 
-def _until(condition, seconds: float = 120.0):
+def _until(condition, seconds: float = 300.0):
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < deadline, "too late"
