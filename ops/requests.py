@@ -20,7 +20,6 @@ from engine.protocol import Abort, ControlReply, EngineInfo, decode_client_messa
 from ops.errors import CommandError, SettingError
 from ops.settings import shown
 
-ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")  # what the id of an answer puts before the request's
 LOOK_SECONDS = 0.5  # between looks at records whose engine has not answered: it may have died
 # marks on a request's way, and its state until the next one
 MARKS = (
@@ -100,13 +99,10 @@ def ended(bus: Bus, model: str | None) -> list[Request]:
 
 def find(bus: Bus, request_id: str, model: str | None) -> list[Request]:
     """Requests under a client's id, an answer's or an internal one, newest first. Raises CommandError where there is none."""
-    spellings = {request_id, *(request_id.removeprefix(prefix) for prefix in ANSWER_PREFIXES)}
-    found = [
-        Request(name, record) for name in models(bus, model) for each in spellings for record in bus.run(records.find(name, each))
-    ]
+    found = [Request(*each) for each in bus.run(records.look_up(models(bus, model), request_id))]
     if not found:
         raise CommandError(f"there is no request `{request_id}`; records of ended requests are kept for --record-retention seconds")
-    return sorted(found, key=lambda request: -request.record.enqueued)
+    return found
 
 
 def to_abort(bus: Bus, request_ids: Sequence[str], model: str | None) -> list[Request]:

@@ -15,11 +15,10 @@ from api.app_state import Service, principal_of, service_of
 from api.errors import ApiError, NotFound, json_response
 from api.http.request_ids import is_safe_id
 from engine.bus import records
-from engine.bus.records import RecordView
+from engine.bus.records import Found, RecordView
 
 router = APIRouter()
 
-ID_PREFIXES = ("chatcmpl-", "cmpl-")
 MARKS = ("enqueued", "received", "scheduled", "first_token", "last_token", "finished")
 
 
@@ -69,18 +68,14 @@ async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
     return {**_as_json(result.record or record), "cancelled": record.state != "ended", "output_tokens": result.num_tokens}
 
 
-async def _find(request: Request, request_id: str) -> tuple[str, RecordView]:
+async def _find(request: Request, request_id: str) -> Found:
     """Canonical model and newest record of an internal, external or answer id. Raises NotFound, also for others' requests."""
     service, principal = service_of(request), principal_of(request)
-    spellings = [request_id, *(request_id.removeprefix(prefix) for prefix in ID_PREFIXES if request_id.startswith(prefix))]
-    found: list[tuple[str, RecordView]] = []
-    for name in _model_names(service, None):
-        for spelling in filter(is_safe_id, spellings):
-            found += [(name, record) for record in await service.bus.run(records.find(name, spelling))]
-    visible = [each for each in found if principal.may_see(each[1].tenant)]
+    found = await service.bus.run(records.look_up(_model_names(service, None), request_id)) if is_safe_id(request_id) else []
+    visible = [each for each in found if principal.may_see(each.record.tenant)]
     if not visible:
         raise _unknown(request_id)
-    return max(visible, key=lambda each: (each[1].state != "ended", each[1].enqueued))
+    return max(visible, key=lambda each: (each.record.state != "ended", each.record.enqueued))
 
 
 def _listing(found: list[RecordView], limit: int) -> Response:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 T_co = TypeVar("T_co", covariant=True)
+U = TypeVar("U")
 
 Argument = str | bytes | int | float
 Command = tuple[Argument, ...]
@@ -87,6 +88,15 @@ class Call(Generic[T_co]):
     transaction: bool = False  # commands in MULTI/EXEC
     keep_errors: bool = False  # a command's error is its answer instead of an exception
     block: float = 0.0  # seconds that Redis may hold the answer back
+
+    def then(self, follow: Callable[[T_co], Call[U]]) -> Call[U]:
+        """This call, and with its result the next one."""
+
+        def decode(answers: Any) -> Call[U]:
+            result = self.decode(answers)
+            return result.then(follow) if isinstance(result, Call) else follow(result)
+
+        return Call(decode, self.script, self.keys, self.arguments, self.commands, self.transaction, self.keep_errors, self.block)
 
     def evalsha(self) -> Command:
         assert self.script is not None

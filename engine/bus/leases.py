@@ -186,7 +186,7 @@ def dead_engines(model: str, predecessors: bool = False, ttl: float = SLOT_TTL) 
         consumers = () if isinstance(summary, Exception) else summary[3] or ()  # an error: there is no stream yet
         slots = sorted((keys.slot_of_consumer(consumer.decode()) for consumer, _ in consumers), key=int)
 
-        def judge(holders: list[Any]) -> list[DeadEngine] | Call[list[DeadEngine]]:
+        def judge(holders: list[Any]) -> Call[list[DeadEngine]]:
             held = {slot: int(value) for slot, value in zip(slots, holders, strict=True) if value is not None}
             dead = [DeadEngine(slot, holder - 1) for slot, holder in held.items()] if predecessors else []
             # an engine that is missing had the last incarnation that was given, which was read before the rest, or a lower one
@@ -194,13 +194,12 @@ def dead_engines(model: str, predecessors: bool = False, ttl: float = SLOT_TTL) 
 
         return Call(judge, commands=tuple(("GET", keys.slot(model, slot)) for slot in slots))
 
-    def confirm(missing: list[str], last: int, dead: list[DeadEngine]) -> list[DeadEngine] | Call[list[DeadEngine]]:
+    def confirm(missing: list[str], last: int, dead: list[DeadEngine]) -> Call[list[DeadEngine]]:
         if not missing:
-            return dead
+            return Call(lambda answers: dead)
         slot, *others = missing
-        own = _absent(keys.slot(model, slot), keys.absent_engine(model, slot), ttl)
-        more = [*dead, DeadEngine(slot, last)]
-        return Call(lambda absent: confirm(others, last, more if absent else dead), own.script, own.keys, own.arguments)
+        looked = _absent(keys.slot(model, slot), keys.absent_engine(model, slot), ttl)
+        return looked.then(lambda absent: confirm(others, last, [*dead, DeadEngine(slot, last)] if absent else dead))
 
     commands = (("GET", keys.incarnation(model)), ("XPENDING", keys.requests(model), keys.GROUP))
     return Call(look, commands=commands, keep_errors=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.bus import keys
 from engine.bus.call import Call
 from engine.protocol import EngineInfo, FinishReason, RequestTimes, StoredChoice, StoredOutput, decode_info, decode_stored
 
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")  # what the id of an answer puts before the request's
 PAGE = 500  # records read at once
 MOST_LOOKED_AT = 10_000  # records that one listing of a tenant reads
 
@@ -158,6 +159,27 @@ def find(model: str, request_id: str, limit: int = 1000) -> Call[list[RecordView
         return _records(model, found)
 
     return Call(decode, commands=(("ZREVRANGE", keys.external(model, request_id), 0, limit - 1),))
+
+
+class Found(NamedTuple):
+    """A request's record, and the canonical name of the model under which Redis has it."""
+
+    model: str
+    record: RecordView
+
+
+def look_up(models: Sequence[str], request_id: str) -> Call[list[Found]]:
+    """The requests of these models under a client's id, an answer's or an internal one, newest first."""
+    spellings = {request_id, *(request_id.removeprefix(prefix) for prefix in ANSWER_PREFIXES)}
+
+    def search(places: list[tuple[str, str]], found: dict[str, Found]) -> Call[list[Found]]:
+        if not places:
+            newest_first = sorted(found.values(), key=lambda each: -each.record.enqueued)
+            return Call(lambda answers: newest_first)
+        (model, spelling), *others = places
+        return find(model, spelling).then(lambda views: search(others, found | {view.id: Found(model, view) for view in views}))
+
+    return search([(model, spelling) for model in models for spelling in sorted(spellings)], {})
 
 
 def stored_output(model: str, request_id: str) -> Call[StoredOutput | None]:

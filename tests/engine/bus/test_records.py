@@ -58,6 +58,22 @@ def test_found_by_the_clients_id_and_by_the_internal_one(world: World) -> None:
     assert world.bus.run(records.find(world.model, "chat-2")) == []
 
 
+def test_looked_up_under_every_spelling_in_all_models_each_once(world: World) -> None:
+    world.enqueue(world.request("a-1111"), external_id="a")
+    world.enqueue(world.request("cmpl-a-2222"), external_id="cmpl-a")
+    models = ["no such model", world.model]
+    for request_id, expected in (
+        ("cmpl-a", {"a-1111", "cmpl-a-2222"}),
+        ("a", {"a-1111"}),
+        ("chatcmpl-a-1111", {"a-1111"}),
+        ("b", set()),
+    ):
+        found = world.bus.run(records.look_up(models, request_id))
+        assert [each.model for each in found] == [world.model] * len(expected)
+        assert {each.record.id for each in found} == expected
+        assert [each.record.enqueued for each in found] == sorted((each.record.enqueued for each in found), reverse=True)
+
+
 def test_a_record_tells_no_prompt_and_nothing_before_its_time(world: World) -> None:
     world.enqueue(world.request("a", tokens=1000))
     view = world.record("a")
