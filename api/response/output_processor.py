@@ -6,8 +6,10 @@ nothing.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -65,8 +67,19 @@ class CollectedOutput:
         return ChoiceOutput(last.index, "".join(self._texts), self._token_ids, self._logprobs, last.finish_reason, last.stop_reason)
 
 
+class _WaitingToken(NamedTuple):
+    """A token whose text may still become a stop string. `start`, `end`: of its text, in characters like `text_offset`."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+    start: int
+    end: int
+
+
 class Choice:
-    """`stop_token_ids`: ids that end the request; their own text is shown only with `include_stop`.
+    """Tokens and their logprobs are told with their text: those of a stop string that is not shown are left out with it.
+
+    `stop_token_ids`: ids that end the request; their own text is shown only with `include_stop`.
 
     `text_offset`: characters of an echoed prompt, which stand before the output.
     """
@@ -90,6 +103,8 @@ class Choice:
         self._min_tokens = min_tokens
         self._hidden_ids = frozenset() if include_stop else stop_token_ids
         self._text_offset = text_offset
+        self._num_shown = text_offset  # characters
+        self._waiting: deque[_WaitingToken] = deque()
 
     def take(self, token_id: int, logprobs: OutputLogprobs | None = None) -> ChoiceOutput:
         """The next token. The output has a finish reason where it completes a stop string, whose token this is then the last."""
@@ -100,6 +115,9 @@ class Choice:
             output.logprobs = (TokenLogprobs.from_output(logprobs, self._text_offset),)
         self._text_offset += len(text)
         if self._matcher is not None:
+            told = output.logprobs[0] if output.logprobs else None
+            output.token_ids, output.logprobs = (), ()
+            self._waiting.append(_WaitingToken(token_id, told, self._text_offset - len(text), self._text_offset))
             self._match(output, self._matcher)
         return output
 
@@ -112,12 +130,14 @@ class Choice:
                 self._match(output, self._matcher)
         if self.finish_reason is None:
             output.text += self._held()
+            self._tell(output, len(self._waiting))
             self._end(output, end.reason, end.stop_reason)
         return output
 
     def abort(self) -> ChoiceOutput:
         """The end where it is: the text that was held back comes with it."""
         output = ChoiceOutput(self.index, self._held() + self._detokenizer.flush())
+        self._tell(output, len(self._waiting))
         self._end(output, FinishReason.ABORT, None)
         return output
 
@@ -126,13 +146,22 @@ class Choice:
         return "" if self._matcher is None else self._matcher.flush()
 
     def _match(self, output: ChoiceOutput, matcher: StopMatcher) -> None:
-        """Leave of the output's new text what may be shown now."""
+        """Leave of the output's new text what may be shown now, and tell the tokens that it is of."""
         shown = matcher.push(output.text, armed=self.num_tokens > self._min_tokens)
+        output.text = shown.text if isinstance(shown, StopMatch) else shown
+        self._num_shown += len(output.text)
         if isinstance(shown, StopMatch):
-            output.text = shown.text
+            self._tell(output, sum(1 for token in self._waiting if token.start < self._num_shown))
             self._end(output, FinishReason.STOP, shown.stop)
-        else:
-            output.text = shown
+        else:  # a token without text, such as half a character, waits for the next text
+            whole = (token for token in self._waiting if token.end <= self._num_shown and token.start < self._num_shown)
+            self._tell(output, sum(1 for _ in whole))
+
+    def _tell(self, output: ChoiceOutput, count: int) -> None:
+        """The next `count` of the waiting tokens."""
+        told = [self._waiting.popleft() for _ in range(count)]
+        output.token_ids = [*output.token_ids, *(token.token_id for token in told)]
+        output.logprobs = [*output.logprobs, *(token.logprobs for token in told if token.logprobs is not None)]
 
     def _end(self, output: ChoiceOutput, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.finish_reason = output.finish_reason = reason

@@ -63,7 +63,8 @@ def assemble(
     last = choice.finish(end or finished(len(token_ids)))
     merged.add(last)
     told.add(merged.output())
-    assert choice.num_tokens == len(told.token_ids)
+    stopped = choice.finish_reason == FinishReason.STOP
+    assert len(told.token_ids) <= choice.num_tokens if stopped else len(told.token_ids) == choice.num_tokens
     return told
 
 
@@ -85,7 +86,32 @@ def test_a_stop_string_across_three_tokens_ends_exactly_there(tokenizer: TextTok
     told = assemble(tokenizer, pieces, stop=("bcde",))
     assert told.text == "xa"
     assert told.ends == [(FinishReason.STOP, "bcde")]
-    assert told.token_ids == pieces[:4]  # the token that completes it is the last that counts
+    assert told.token_ids == pieces[:2]  # those of which some text is shown
+    assert [entry.token_ids[0] for entry in told.logprobs] == pieces[:2]
+    assert assemble(tokenizer, pieces, stop=("bcde",), include_stop=True).token_ids == pieces[:4]
+
+
+def test_tokens_wait_with_their_text(tokenizer: TextTokenizer) -> None:
+    """A stream has not told them when the stop string is complete, and tells them when it comes to nothing."""
+    one, two, three = (tokenizer.encode(digit)[0] for digit in "123")
+
+    def told(choice: Choice, *token_ids: int) -> list[tuple[str, list[int], int]]:
+        outputs = [choice.take(token_id, logprobs_of(choice.num_tokens, token_id)) for token_id in token_ids]
+        return [(output.text, list(output.token_ids), len(output.logprobs)) for output in outputs]
+
+    stopped = Choice(0, tokenizer.detokenizer([40]), ("12",))
+    assert told(stopped, three, one, two) == [("3", [three], 1), ("", [], 0), ("", [], 0)]
+    goes_on = Choice(0, tokenizer.detokenizer([40]), ("12",))
+    assert told(goes_on, one, three, one) == [("", [], 0), ("13", [one, three], 2), ("", [], 0)]
+    last = goes_on.abort()
+    assert (last.text, list(last.token_ids), goes_on.num_tokens) == ("1", [one], 3)
+
+
+def test_a_character_in_halves_waits_as_one(tokenizer: TextTokenizer) -> None:
+    halves = tokenizer.encode("汉")
+    assert len(halves) > 1
+    assert assemble(tokenizer, [*tokenizer.encode("x"), *halves], stop=("汉",)).token_ids == tokenizer.encode("x")
+    assert assemble(tokenizer, halves, stop=("never",)).token_ids == halves
 
 
 def test_text_behind_the_stop_string_in_the_same_token_is_not_shown(tokenizer: TextTokenizer) -> None:

@@ -128,8 +128,11 @@ def test_a_stop_string_ends_the_text_the_tokens_and_the_count(null_server: LiveS
     assert choice["message"]["content"] == text[: text.index(stop)]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
     kept = next(k for k in range(1, 41) if stop in tokenizer.decode(token_ids[:k], skip_special_tokens=True))
-    assert choice["token_ids"] == token_ids[:kept]
-    assert body["usage"]["completion_tokens"] == kept
+    shown = choice["message"]["content"]
+    assert choice["token_ids"] == token_ids[: len(choice["token_ids"])]
+    assert tokenizer.decode(choice["token_ids"], skip_special_tokens=True).startswith(shown)
+    assert len(tokenizer.decode(choice["token_ids"][:-1], skip_special_tokens=True)) < len(shown)
+    assert body["usage"]["completion_tokens"] == kept, "all that were generated count"
 
 
 def test_the_same_seed_gives_the_same_answer(null_server: LiveServer) -> None:
