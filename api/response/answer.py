@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from api.errors import ApiError
@@ -12,6 +13,8 @@ from api.http.response_writer import ResponseWriter
 from api.response.chunk_format import AnswerFormat
 from api.response.generation import Generation
 from api.response.output_processor import ChoiceOutput, CollectedOutput
+
+LONG_TOKENS = 8192  # whose JSON is made in some milliseconds
 
 
 class WholeAnswer:
@@ -48,4 +51,13 @@ async def whole_response(
         generation.close()
     if writer.gone:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return Response(format.whole(choices), media_type="application/json", headers=headers)
+    body = await run_in_threadpool(format.whole, choices) if _is_long(generation) else format.whole(choices)
+    return Response(body, media_type="application/json", headers=headers)
+
+
+def _is_long(generation: Generation) -> bool:
+    """Whether to write the answer would keep the event loop for more than some milliseconds."""
+    usage, task = generation.usage, generation.task
+    wanted = [task.sampling[0].logprobs or 0, task.sampling[0].prompt_logprobs or 0]
+    num_logprobs = task.model.limits.vocab_size if -1 in wanted else max(wanted)
+    return (usage.completion_tokens + usage.prompt_tokens * task.n) * (1 + num_logprobs) > LONG_TOKENS

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
+from msgspec import Raw
 from starlette.responses import Response
 
 from api.app_state import service_of
@@ -81,7 +82,7 @@ class ChatFormat(AnswerFormat):
             "object": "chat.completion",
             "created": generation.created,
             "model": self._task.model.name,
-            "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
+            "choices": [Raw(encode_json(self._whole_choice(index, choice))) for index, choice in enumerate(choices)],
             "service_tier": None,
             "system_fingerprint": self._fingerprint,
             "usage": self._whole_usage(),

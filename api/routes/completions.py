@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fastapi import APIRouter, Request
+from msgspec import Raw
 from starlette.responses import Response
 
 from api.app_state import service_of
@@ -86,7 +87,7 @@ class CompletionFormat(AnswerFormat):
                 "object": "text_completion",
                 "created": self._generation.created,
                 "model": self._task.model.name,
-                "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
+                "choices": [Raw(encode_json(self._whole_choice(index, choice))) for index, choice in enumerate(choices)],
                 "service_tier": None,
                 "system_fingerprint": self._fingerprint,
                 "usage": self._whole_usage(),

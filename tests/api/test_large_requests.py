@@ -44,6 +44,12 @@ def watch(null_server: LiveServer) -> Iterator[LoopWatch]:
         pytest.param(TEXT, {"promt": "x" * 9_000_000}, 1, 400, "Either prompt or", id="an unknown field"),
         pytest.param(CHAT, {"messages": [HELLO] * 50_000}, 1, 400, TOO_LONG, id="messages"),
         pytest.param(CHAT, {"message": [HELLO] * 50_000}, 1, 400, "body.messages: Field required", id="a missing field"),
+        pytest.param(
+            TEXT,
+            {"prompt": [5] * 1900, "echo": True, "logprobs": 20, "prompt_logprobs": 20, "n": 4, "max_tokens": 100},
+            *(1, 200, "text_completion"),
+            id="logprobs",
+        ),
         pytest.param("/tokenize", {"prompt": "hello wo" * 200_000}, 1, 200, '"count"', id="tokenize"),
         pytest.param("/detokenize", {"tokens": [500] * 1_000_000}, 1, 200, '"prompt"', id="detokenize"),
     ],
