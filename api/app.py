@@ -11,14 +11,14 @@ from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.app_state import Service, service_of
 from api.errors import install_error_handlers
 from api.http.auth import Authentication, check_exposure
 from api.http.middleware import BodyLimit, Methods, RequestContext
 from api.request.schemas import ErrorAnswer
-from api.routes import chat, completions, health, models, requests, tokenize
+from api.routes import chat, completions, engines, health, models, requests, tokenize
 from api.version import VERSION
 from engine.config import ApiConfig, RedisConfig
 
@@ -44,6 +44,10 @@ class Application(FastAPI):
     def __init__(self, service: Service, **more: Any) -> None:
         super().__init__(**more)
         self.state.service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["root_path"] = self.state.service.config.root_path.rstrip("/")  # the server's would be put in front of each path
+        await super().__call__(scope, receive, send)
 
     def build_middleware_stack(self) -> ASGIApp:
         service: Service = self.state.service
@@ -81,7 +85,7 @@ def create_app(config: ApiConfig, redis_config: RedisConfig) -> Application:
         redirect_slashes=False,
         openapi_url=None if config.disable_fastapi_docs else "/openapi.json",  # without it there are no pages either
     )
-    for module in (chat, completions, models, tokenize, requests):
+    for module in (chat, completions, models, tokenize, requests, engines):
         app.include_router(module.router, responses=ERRORS)
     app.include_router(health.router)
     app.include_router(metrics_router)

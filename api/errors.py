@@ -99,6 +99,13 @@ class Unauthorized(ApiError):
     type = "AuthenticationError"
 
 
+class Forbidden(ApiError):
+    """The key is known, and does not allow this."""
+
+    status = 403
+    type = "PermissionDeniedError"
+
+
 class NotFound(ApiError):
     """No such model or request."""
 

@@ -35,7 +35,8 @@ class ModelFiles:
 class ServedModel:
     """A model with at least one live engine, as a request sees it."""
 
-    name: str  # as the client, or the engine, calls it
+    name: str  # as the client calls it; where it names none, as the model is called first
+    first_name: str  # label of metrics, whichever of its names a client uses
     canonical_name: str  # as its keys in Redis call it
     engine: str  # label of metrics: the slot where one engine serves the model, else "all"
     fingerprint: str  # short
@@ -50,7 +51,8 @@ class ServedModel:
     @property
     def outline(self) -> tuple[Any, ...]:
         """All fields but the files."""
-        return self.name, self.canonical_name, self.engine, self.fingerprint, self.limits, self.takes_priorities
+        fields = (self.name, self.first_name, self.canonical_name, self.engine, self.fingerprint)
+        return *fields, self.limits, self.takes_priorities
 
 
 def make_model_files(model: str, content_hash: str, bundle: TokenizerBundle, template_source: str | None = None) -> ModelFiles:

@@ -46,7 +46,8 @@ class ServedModels:
         self._seen: set[str] = set()
 
     def names(self, client: AsyncClient) -> dict[str, ModelHandle]:
-        """The names clients use, each with its live model. A model's canonical name is no alias where it has others."""
+        """The names clients use, each with its live model: models in order of their canonical names, a model's names as they were
+        given. A model's canonical name is no alias where it has others."""
         named: dict[str, ModelHandle] = {}
         for handle in client.models().values():
             for engine in handle.engines:
@@ -80,6 +81,7 @@ class ServedModels:
         engines = handle.engines
         return ServedModel(
             name,
+            next(iter(engines[0].served_names), handle.name),
             handle.name,
             engines[0].slot if len(engines) == 1 else "all",  # which of several ran a request is not known here
             _short_fingerprint(engines[0].fingerprint),

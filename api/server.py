@@ -121,6 +121,8 @@ async def _serve(app: FastAPI, listener: socket.socket) -> int:
         uvicorn.Config(
             app,
             http=partial(Connection, request_timeout=service.config.request_timeout),  # type: ignore[arg-type]  # uvicorn calls it
+            ssl_keyfile=service.config.ssl_keyfile or None,
+            ssl_certfile=service.config.ssl_certfile or None,
             ws="none",
             lifespan="on",
             log_config=None,

@@ -70,7 +70,7 @@ async def _submit(request: Request, generation: Generation) -> None:
     try:
         streams = await service.client.add(task.model.canonical_name, requests, generation.runs, facts, service.limits)
     except Refused as refusal:
-        service.metrics.refused(task.model.name, refusal.reason)
+        service.metrics.refused(task.model.first_name, refusal.reason)
         raise _refusal_error(refusal) from refusal
     generation.begin(streams)
 

@@ -26,6 +26,7 @@ class SchedulerConfig:
         choices=("fcfs", "priority"),
     )
     async_scheduling: bool = option(True, "plan a step while its predecessor runs; needs worker processes")
+    enable_chunked_prefill: bool = option(True, "accepted for vLLM's sake; prompts are always computed in chunks")
     shrink_chunks: bool = option(False, "if blocks are short for a whole chunk of a prompt, compute the part that fits")
     watermark: float = option(0.0, "share of the KV blocks that admission keeps free, from 0 to 1")
 
@@ -43,6 +44,10 @@ class RedisConfig:
 class ApiConfig:
     host: str = option("127.0.0.1", "address to listen on; without keys only loopback is allowed")
     port: int = option(8000, "port to listen on; 0: any free port")
+    uds: str = option("", "path of a Unix socket to listen on, instead of --host and --port")
+    root_path: str = option("", "path under which a proxy shows the server; requests may come with it or without")
+    ssl_keyfile: str = option("", "file with the private key of --ssl-certfile")
+    ssl_certfile: str = option("", "file with the certificate chain; the server then speaks HTTPS")
     api_server_count: int = option(1, "number of API server processes; they share one listening socket")
     api_key: list[str] = option(
         list,
@@ -81,6 +86,8 @@ class ApiConfig:
     allowed_origins: list[str] = option(list, "origins that CORS allows; repeatable")
     return_tokens_as_token_ids: bool = option(False, "show tokens in logprobs as token_id:N")
     enable_prompt_tokens_details: bool = option(False, "report cached prompt tokens in usage")
+    enable_per_request_metrics: bool = option(False, "send times of the request in its answer, as `metrics`")
+    enable_tokenizer_info_endpoint: bool = option(False, "serve /tokenizer_info: tokenizer configuration and chat template")
     enable_force_include_usage: bool = option(False, "send usage in every stream, also if the request does not ask for it")
     enable_request_id_headers: bool = option(True, "send X-Request-Id in every response")
     disable_fastapi_docs: bool = option(False, "serve no /docs, /redoc and /openapi.json")

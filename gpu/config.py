@@ -61,6 +61,7 @@ class ModelConfig:
         "tokens from a hash",
         choices=("auto", "dummy", "null"),
     )
+    trust_remote_code: bool = option(False, "accepted for vLLM's sake; code of a model's repository is never run")
     seed: int = option(0, "seed of the random weights of --load-format dummy")
     enforce_eager: bool = option(False, "on GPUs, no CUDA graphs: starts faster, decodes slower")
     cuda_graph_sizes: list[int] = option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -46,8 +47,9 @@ def show_ready(config: ServeConfig, url: str) -> None:
     # without a limit a small model may ramble to the end of its context
     body = json.dumps({"model": name, "stream": True, "temperature": 0.2, "max_tokens": 200, "messages": messages})
     quoted = body.replace("'", "'\\''")
-    curl = f"curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{quoted}'"
-    print(f"headrace serves {name} on {url}; try: {curl}", flush=True)
+    socket = f" --unix-socket {shlex.quote(config.api.uds)}" if config.api.uds else ""
+    curl = f"curl -N{socket} {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{quoted}'"
+    print(f"headrace serves {name} on {config.api.uds or url}; try: {curl}", flush=True)
 
 
 def _show(rows: Iterable[tuple[str, str, str, str]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from engine.config import ServeConfig
@@ -9,8 +10,14 @@ from gpu.checkpoint.model_files import find_model, model_name
 from gpu.errors import CheckpointError
 from ops.errors import CommandError, SettingError
 from ops.folders import cache_folder
-from ops.settings import Resolved
+from ops.settings import SETTINGS, Resolved
 
+log = logging.getLogger(__name__)
+
+NO_EFFECT = {
+    "enable_chunked_prefill": "prompts are always computed in chunks",
+    "trust_remote_code": "code of a model's repository is never run",
+}
 DEMO_NAME = "SmolLM2-135M-Instruct"
 
 
@@ -54,6 +61,13 @@ def check(config: ServeConfig) -> None:
             KeyRing(config.api.api_key)
         except ConfigurationError as error:
             raise SettingError(f"--api-key: {error}") from None
+
+
+def tell_of_no_effect(resolved: Resolved) -> None:
+    """Settings that vLLM has and that change nothing here are taken, and told of."""
+    for name, why in NO_EFFECT.items():
+        if resolved.sources[name] != "default":
+            log.warning("%s has no effect: %s", SETTINGS[name].flag, why)
 
 
 def fetch_model(resolved: Resolved, show: Callable[[str, float | None], None] = lambda phase, fraction: None) -> None:

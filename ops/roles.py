@@ -15,7 +15,7 @@ from engine.config import EngineConfig, ServeConfig
 from ops import listen
 from ops.errors import SettingError
 from ops.logs import begin_logging
-from ops.prepare import check, fetch_model, name_model, place_weights
+from ops.prepare import check, fetch_model, name_model, place_weights, tell_of_no_effect
 from ops.settings import Resolved, shown
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ def run_engine(resolved: Resolved, progress_fd: int | None) -> int:
 
     begin_logging(resolved, "engine")
     check(resolved.config)
+    if progress_fd is None:  # else `serve` has told
+        tell_of_no_effect(resolved)
     fetch_model(resolved)
     name_model(resolved)
     place_weights(resolved)

@@ -27,7 +27,7 @@ from ops.announce import show_configuration, show_derived, show_ready
 from ops.embedded import DataDirectory, EmbeddedValkey
 from ops.engines import Engines
 from ops.logs import resolve_format
-from ops.prepare import check, fetch_model, name_model
+from ops.prepare import check, fetch_model, name_model, tell_of_no_effect
 from ops.progress import LoadingDisplay
 from ops.redis_url import parse_redis_url
 from ops.replicas import Replicas
@@ -53,7 +53,8 @@ def serve(resolved: Resolved) -> int:
         resolved.derive("redis_url", str(parse_redis_url(config.redis.redis_url)), resolved.sources["redis_url"])
     with ExitStack() as stack:
         listener = stack.enter_context(listen.bind(config.api))
-        resolved.derive("port", listener.getsockname()[1], resolved.sources["port"] if config.api.port else "a free one")
+        if not config.api.uds:
+            resolved.derive("port", listener.getsockname()[1], resolved.sources["port"] if config.api.port else "a free one")
         directory = None
         if not config.redis.redis_url:
             directory = DataDirectory(config.redis.data_dir)
@@ -91,7 +92,7 @@ class _Serve:
         self._directory = directory
         self._display = display
         self._scratch = scratch
-        self._url = listen.url_of(listener)
+        self._url = listen.url_of(listener, resolved.config.api)
         self._supervisor = Supervisor()
 
     async def run(self) -> int:
@@ -101,6 +102,7 @@ class _Serve:
         self._display.update("start", None)
         await self._start_redis()
         show_configuration(self._resolved)
+        tell_of_no_effect(self._resolved)
         self._supervisor.start(self._maintenance())
         replicas = await asyncio.to_thread(Replicas, self._resolved)
         engines = Engines(self._config, replicas, self._supervisor, self._display.update, _write_line)
@@ -158,7 +160,8 @@ class _Serve:
         """Returns once an API server answers `path` with 200."""
         import httpx
 
-        async with httpx.AsyncClient(base_url=self._url, timeout=2.0, trust_env=False) as client:
+        transport = httpx.AsyncHTTPTransport(uds=self._config.api.uds or None, verify=False)  # its certificate names another host
+        async with httpx.AsyncClient(base_url=self._url, timeout=2.0, trust_env=False, transport=transport) as client:
             while True:
                 try:
                     if (await client.get(path)).is_success:

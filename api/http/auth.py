@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.errors import ConfigurationError, Unauthorized, error_response
-from api.http.headers import header
+from api.http.headers import header, route_path
 from engine.config import ApiConfig
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/version", "/ping", "/metrics"})  # probes and scrapers carry no key
@@ -79,7 +79,7 @@ def derive_cache_salt(principal: Principal, salt: str | None) -> str:
 
 def check_exposure(config: ApiConfig) -> None:
     """Raises ConfigurationError where the network could use a server without keys."""
-    if config.api_key or config.allow_no_auth or _is_loopback(config.host):
+    if config.api_key or config.allow_no_auth or config.uds or _is_loopback(config.host):
         return
     raise ConfigurationError(
         f"refusing to listen on {config.host or 'all addresses'} without API keys: give --api-key NAME=KEY, "
@@ -106,7 +106,7 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             principal = self._keys.identify(header(scope, b"authorization"))
-            if principal is None and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            if principal is None and route_path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
                 error = Unauthorized("Invalid or missing API key.", headers={"WWW-Authenticate": "Bearer"})
                 await error_response(error)(scope, receive, send)
                 return

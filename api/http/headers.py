@@ -18,3 +18,10 @@ def header(scope: Scope, name: bytes) -> str | None:
 def media_type(scope: Scope) -> str:
     """Of the body, in lower case, without parameters; "" where the request does not say."""
     return (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
+
+
+def route_path(scope: Scope) -> str:
+    """The path as routes know it: without --root-path, where a proxy has left that in front of it."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path

@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import ApiError, PayloadTooLarge, error_response
-from api.http.headers import header
+from api.http.headers import header, route_path
 from api.http.request_ids import ASGI_ID_HEADER, header_id, random_digits
 from api.http.response_writer import EXTENSION, ResponseWriter
 from api.metrics.metrics import Metrics
@@ -49,7 +49,7 @@ class RequestContext:
                 await error_response(ApiError("Internal server error."))(scope, receive, exchange.send)
         finally:
             self._metrics.in_flight.dec()
-            if scope["path"] not in UNCOUNTED_PATHS:
+            if route_path(scope) not in UNCOUNTED_PATHS:
                 self._count(scope, exchange, time.perf_counter() - started)
 
     def _count(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:

@@ -13,6 +13,7 @@ from api.request.schemas import SamplingFields
 from api.response.generation import Generation
 from api.response.logprobs import LogprobsFormatter
 from api.response.output_processor import ChoiceOutput
+from api.response.request_times import times_as_json
 from api.response.usage import Usage
 from api.version import system_fingerprint
 from engine.config import ApiConfig
@@ -76,6 +77,7 @@ class AnswerFormat(ABC):
         self._id = f"{prefix}-{generation.external_id}"
         self._frame = ChunkFrame(self._id, chunk, generation.created, task.model.name)
         self._text_only = text_only
+        self._shows_times = config.enable_per_request_metrics
         self._ends: dict[int, tuple[bytes, bytes]] = {}  # by choice: a chunk of text before and behind the text
 
     # Streamed
@@ -107,7 +109,7 @@ class AnswerFormat(ABC):
     def closing(self) -> Iterator[bytes]:
         """Chunks behind the last output."""
         if self._usage.at_end:
-            yield self._frame.chunk(b"", usage=self._whole_usage(), system_fingerprint=self._fingerprint)
+            yield self._frame.chunk(b"", usage=self._whole_usage(), system_fingerprint=self._fingerprint, **self._times())
 
     def _chunk(self, index: int, choice: bytes, **more: Any) -> bytes:
         """A chunk about choice `index`, which is `choice`, encoded."""
@@ -138,6 +140,9 @@ class AnswerFormat(ABC):
     @abstractmethod
     def whole(self, choices: list[ChoiceOutput]) -> bytes:
         """The answer in one piece, JSON."""
+
+    def _times(self) -> dict[str, Any]:
+        return {"metrics": times_as_json(self._generation)} if self._shows_times else {}
 
     def _whole_usage(self) -> dict[str, Any]:
         return self._generation.usage.as_json(self._usage.details)

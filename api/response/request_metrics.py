@@ -61,7 +61,7 @@ def _record(message: str, facts: dict[str, object]) -> logging.LogRecord:
 
 def _labels(generation: Generation) -> tuple[str, str]:
     model = generation.task.model
-    return model.name, model.engine
+    return model.first_name, model.engine
 
 
 def _facts(generation: Generation, now: float) -> dict[str, object]:

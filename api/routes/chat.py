@@ -86,6 +86,7 @@ class ChatFormat(AnswerFormat):
             "service_tier": None,
             "system_fingerprint": self._fingerprint,
             "usage": self._whole_usage(),
+            **self._times(),
             "prompt_logprobs": prompt_logprobs,
             "prompt_token_ids": list(prompt.token_ids) if body.return_token_ids else None,
         }

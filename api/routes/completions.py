@@ -91,6 +91,7 @@ class CompletionFormat(AnswerFormat):
                 "service_tier": None,
                 "system_fingerprint": self._fingerprint,
                 "usage": self._whole_usage(),
+                **self._times(),
             }
         )
 

@@ -17,7 +17,7 @@ router = APIRouter()
 async def list_models(request: Request) -> dict[str, Any]:
     service = service_of(request)
     named = service.models.names(service.client)
-    return {"object": "list", "data": [_card(name, handle) for name, handle in sorted(named.items())]}
+    return {"object": "list", "data": [_card(name, handle) for name, handle in named.items()]}
 
 
 @router.get("/v1/models/{model:path}", summary="Describe one model")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from api.app_state import service_of
+from api.errors import NotFound
 from api.http.json_route import JsonRoute
 from api.preparation.tokenization import detokenized, tokenized
 from api.request.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
@@ -26,3 +29,15 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     service = service_of(request)
     model = await service.models.resolve(service.client, body.model)
     return Response(await service.prepare(request, detokenized, body, model), media_type=JSON)
+
+
+@router.get("/tokenizer_info", summary="The tokenizer's configuration and the chat template")
+async def tokenizer_info(request: Request, model: Annotated[str | None, Query()] = None) -> dict[str, Any]:
+    """Only with --enable-tokenizer-info-endpoint."""
+    service = service_of(request)
+    if not service.config.enable_tokenizer_info_endpoint:
+        raise NotFound("This server was not started with --enable-tokenizer-info-endpoint.")
+    files = (await service.models.resolve(service.client, model)).files
+    configuration = files.bundle.tokenizer_config
+    known = {"bos_token": files.bundle.bos_token, "eos_token": files.bundle.eos_token}
+    return {**known, **configuration, "chat_template": files.template_source or files.bundle.chat_template}

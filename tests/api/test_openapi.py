@@ -29,6 +29,8 @@ OPERATIONS = [
     ("GET", "/ready"),
     ("GET", "/ping"),
     ("POST", "/ping"),
+    ("POST", "/reset_prefix_cache"),
+    ("GET", "/tokenizer_info"),
     ("GET", "/load"),
     ("GET", "/version"),
     ("GET", "/metrics"),

@@ -10,6 +10,7 @@ import pytest
 
 from engine.config import ServeConfig
 from ops.errors import SettingError
+from ops.prepare import tell_of_no_effect
 from ops.reference import configuration_markdown
 from ops.settings import SETTINGS, describe, parse, resolve, role_environment, shown
 
@@ -186,3 +187,14 @@ def test_secrets_are_not_shown() -> None:
 
 def test_the_documentation_is_current() -> None:
     assert (REPOSITORY / "docs" / "configuration.md").read_text() == configuration_markdown(), "run `headrace config-docs`"
+
+
+def test_what_changes_nothing_here_is_taken_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    tell_of_no_effect(resolve({"trust_remote_code": True}, {"HEADRACE_ENABLE_CHUNKED_PREFILL": "false"}))
+    assert [record.getMessage() for record in caplog.records] == [
+        "--enable-chunked-prefill has no effect: prompts are always computed in chunks",
+        "--trust-remote-code has no effect: code of a model's repository is never run",
+    ]
+    caplog.clear()
+    tell_of_no_effect(resolve({}, {}))
+    assert not caplog.records

@@ -44,7 +44,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
 @pytest.fixture(scope="module")
 def model(smollm2_bundle: TokenizerBundle) -> ServedModel:
     files = make_model_files("m", "hash", smollm2_bundle)
-    return ServedModel("m", "canonical", "0", "f", ModelLimits(2048, 49152, 20), False, files)
+    return ServedModel("m", "m", "canonical", "0", "f", ModelLimits(2048, 49152, 20), False, files)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

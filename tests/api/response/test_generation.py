@@ -55,7 +55,7 @@ class Recorder:
 
 
 class FakeModel:
-    name, engine = "tiny", "0"
+    name, first_name, engine = "tiny", "tiny", "0"
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
