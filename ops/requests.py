@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,15 +12,16 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError
 
-from engine.bus import keys, leases, records, transitions
+from engine.bus import keys, leases, records
 from engine.bus.call import BusUnavailable, UnfitRedis
-from engine.bus.connection import Bus, Subscription
+from engine.bus.connection import AsyncBus, AsyncSubscription, Bus
 from engine.bus.records import RecordView
-from engine.protocol import Abort, ControlReply, EngineInfo, decode_client_message
+from engine.client.abort import AbortResult, Replies
+from engine.client.abort import abort as abort_by_id
+from engine.protocol import ControlReply, EngineInfo, decode_client_message
 from ops.errors import CommandError, SettingError
 from ops.settings import shown
 
-LOOK_SECONDS = 0.5  # between looks at records whose engine has not answered: it may have died
 # marks on a request's way, and its state until the next one
 MARKS = (
     ("enqueued", "waits in Redis"),
@@ -51,6 +52,12 @@ class Aborted:
     id: str
     state: str  # "ended": over, its blocks are free; "already ended"; "unconfirmed": no answer came in time
     output_tokens: int = 0
+
+    @classmethod
+    def of(cls, request: Request, result: AbortResult) -> Aborted:
+        if result.before in ("ended", "unknown"):
+            return cls(request.record.id, "already ended", request.record.output_tokens)
+        return cls(request.record.id, result.state, result.num_tokens)
 
     @property
     def is_over(self) -> bool:
@@ -117,40 +124,30 @@ def to_abort(bus: Bus, request_ids: Sequence[str], model: str | None) -> list[Re
 
 def abort(bus: Bus, requests: Sequence[Request], timeout: float) -> list[Aborted]:
     """End the requests and wait, at most `timeout` seconds in all, until each is over and its blocks are free."""
-    me = f"cli-{secrets.token_hex(8)}"
-    deadline = time.monotonic() + timeout
-    results: dict[str, Aborted] = {}
-    with bus.subscribe(keys.client_channel(me)) as replies:
-        waiting: dict[str, Request] = {}
-        for request in requests:
-            request_id = request.record.id
-            command = Abort(request_id, reply_to=me, token=request_id)
-            outcome = bus.run(transitions.finish(request.model, request_id, command))
-            if outcome.state == "running":
-                waiting[request_id] = request
-            elif outcome.state == "queued":
-                results[request_id] = Aborted(request_id, "ended")
-            else:
-                results[request_id] = Aborted(request_id, "already ended", request.record.output_tokens)
-        while waiting and time.monotonic() < deadline:
-            for aborted in _take_confirmations(bus, replies, waiting, min(LOOK_SECONDS, deadline - time.monotonic())):
-                results[aborted.id] = aborted
-                del waiting[aborted.id]
-    unconfirmed = {request_id: Aborted(request_id, "unconfirmed") for request_id in waiting}
-    return [{**results, **unconfirmed}[request.record.id] for request in requests]
+    return asyncio.run(_abort_all(bus, requests, timeout))
 
 
-def _take_confirmations(bus: Bus, replies: Subscription, waiting: dict[str, Request], seconds: float) -> list[Aborted]:
-    """The next engine's word; after silence, what the records say."""
-    heard = replies.get(max(0.0, seconds))
-    if heard is None:
-        views = [bus.run(records.record(request.model, request_id)) for request_id, request in waiting.items()]
-        return [Aborted(view.id, "ended", view.output_tokens) for view in views if view is not None and view.state == "ended"]
-    message = decode_client_message(heard[1])
-    if not isinstance(message, ControlReply) or message.token not in waiting:
-        return []
-    view = bus.run(records.record(waiting[message.token].model, message.token))
-    return [Aborted(message.token, "ended", max(message.num_tokens, view.output_tokens if view else 0))]
+async def _abort_all(bus: Bus, requests: Sequence[Request], timeout: float) -> list[Aborted]:
+    replies = Replies(f"cli-{secrets.token_hex(8)}")
+    async with (
+        AsyncBus(bus.url, patience=bus.patience) as own_bus,
+        own_bus.subscribe(keys.client_channel(replies.asker)) as subscription,
+    ):
+        listening = asyncio.create_task(_listen(subscription, replies))
+        try:
+            aborts = (abort_by_id(own_bus, replies, request.model, request.record.id, timeout) for request in requests)
+            return [Aborted.of(*pair) for pair in zip(requests, await asyncio.gather(*aborts), strict=True)]
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+
+
+async def _listen(subscription: AsyncSubscription, replies: Replies) -> None:
+    """Replies are hints: without this task aborts are still seen in the records."""
+    while True:
+        heard = await subscription.get()
+        if heard is not None and isinstance(message := decode_client_message(heard[1]), ControlReply):
+            replies.take(message)
 
 
 def timeline(record: RecordView) -> list[dict[str, Any]]:

@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -27,6 +25,7 @@ from engine.bus.enqueue import AdmissionLimits, Refused, RequestFacts, enqueue
 from engine.bus.records import RecordView
 from engine.bus.tokenizers import get_tokenizer
 from engine.bus.transitions import FinishOutcome
+from engine.client.abort import AbortResult, Replies, abort
 from engine.client.discovery import Directory, ModelHandle
 from engine.client.request_stream import FIRST_PROBE_SECONDS, Receiver, RequestStream
 from engine.protocol import (
@@ -51,14 +50,6 @@ logger = logging.getLogger(__name__)
 HOUSEKEEPING_SECONDS = 0.5
 
 
-@dataclass(frozen=True)
-class AbortResult:
-    found: bool
-    state: str  # "ended": over, and its blocks are free; "unconfirmed": its engine did not answer in time; "unknown": not found
-    num_tokens: int
-    record: RecordView | None = None
-
-
 class AsyncClient:
     """`on_failure` is called when a background task dies of anything but Redis being away: the process must stop then."""
 
@@ -72,7 +63,7 @@ class AsyncClient:
         self._on_failure = on_failure
         self._handles = itertools.count(1)
         self._streams: dict[int, RequestStream] = {}
-        self._replies: dict[str, asyncio.Future[ControlReply]] = {}
+        self._replies = Replies("")
         self._incarnations: dict[str, int] = {}  # engine -> the newest incarnation heard of
         self._bundles: dict[str, TokenizerBundle] = {}
         self._tasks: set[asyncio.Task[Any]] = set()  # for as long as this client lives
@@ -83,6 +74,7 @@ class AsyncClient:
     async def start(self) -> None:
         """Announce this server and subscribe to its channel; raises BusUnavailable when Redis is away."""
         self.incarnation = await self._bus.run(leases.announce_api())
+        self._replies = Replies(self.incarnation)
         subscribed = asyncio.get_running_loop().create_future()
         self._spawn(self._listen(subscribed), self._tasks)
         await subscribed
@@ -145,49 +137,14 @@ class AsyncClient:
 
     async def abort(self, model: str, request_id: str, timeout: float = 30.0) -> AbortResult:
         """End a request of anybody's and wait until its engine confirms that its blocks are free. Raises BusUnavailable."""
-        token, reply = self._expect_reply()
-        try:
-            command = Abort(request_id, reply_to=self.incarnation, token=token)
-            outcome = await self._bus.run(transitions.finish(model, request_id, command))
-            if outcome.state == "running":
-                record = await self._ended_record(model, request_id, reply, timeout)
-            else:
-                record = await self.record(model, request_id)
-        finally:
-            self._replies.pop(token, None)
-        if outcome.state == "unknown":
-            return AbortResult(False, "unknown", 0)
-        if record is not None and record.state != "ended":
-            return AbortResult(True, "unconfirmed", 0, record)
-        return AbortResult(True, "ended", record.output_tokens if record else 0, record)
-
-    async def _ended_record(
-        self, model: str, request_id: str, reply: asyncio.Future[ControlReply], timeout: float
-    ) -> RecordView | None:
-        """The record once the request has ended, or as it is after `timeout` seconds. None: it is gone.
-
-        The engine's reply says when to look. It may not come: then the engine died, and others end its requests.
-        """
-        deadline = self._clock() + timeout
-        while True:
-            pause = min(HOUSEKEEPING_SECONDS, deadline - self._clock())
-            if reply.done():  # and the request goes on: the abort was read before it, and wins when it comes
-                await asyncio.sleep(pause)
-            else:
-                await asyncio.wait({reply}, timeout=pause)
-            record = await self.record(model, request_id)
-            if record is None or record.state == "ended" or self._clock() >= deadline:
-                return record
+        return await abort(self._bus, self._replies, model, request_id, timeout, self._clock)
 
     async def utility(self, engine: EngineInfo, name: str, *arguments: Any, timeout: float = 60.0) -> ControlReply:
         """Run a named call in one engine and wait for its answer. Raises TimeoutError, BusUnavailable."""
-        token, reply = self._expect_reply()
-        try:
-            place = (engine.model, engine.slot, engine.incarnation)
+        place = (engine.model, engine.slot, engine.incarnation)
+        with self._replies.expect() as (token, reply):
             await self._bus.run(control(*place, Utility(name, list(arguments), self.incarnation, token)))
             return await asyncio.wait_for(reply, timeout)
-        finally:
-            self._replies.pop(token, None)
 
     # Looking
 
@@ -311,8 +268,8 @@ class AsyncClient:
             stream = self._streams.get(message.handle)
             if stream is not None and stream.request_id == message.request_id:
                 stream.take_end(message.reason, message.error)
-        elif (reply := self._replies.get(message.token)) is not None and not reply.done():
-            reply.set_result(message)
+        else:
+            self._replies.take(message)
 
     def _take_outputs(self, message: EngineCoreOutputs) -> None:
         now = self._clock()
@@ -352,11 +309,6 @@ class AsyncClient:
             await self._heal(stream)
 
     # Small parts
-
-    def _expect_reply(self) -> tuple[str, asyncio.Future[ControlReply]]:
-        token = secrets.token_hex(8)
-        self._replies[token] = reply = asyncio.get_running_loop().create_future()
-        return token, reply
 
     def _forget(self, stream: RequestStream) -> None:
         self._streams.pop(stream.handle, None)
