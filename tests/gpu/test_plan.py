@@ -25,6 +25,7 @@ from gpu.plan import (
 EMPTY = np.zeros(0, np.int32)
 
 ints = st.integers(-(2**31), 2**31 - 1)
+tokens = st.integers(0, 2**31 - 1)
 seeds = st.integers(-(2**63), 2**63 - 1)
 floats = st.floats(width=32)  # nan and both infinities included: a logprob may be -inf
 int32_columns = st.lists(ints, max_size=40).map(lambda values: np.array(values, np.int32))
@@ -39,11 +40,11 @@ sampling_params = st.builds(
     seed=seeds,
     repetition_penalty=st.floats(0.5, 2),
     logit_bias=st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=3),
-    allowed_token_ids=st.lists(ints, max_size=3),
-    bad_words_token_ids=st.lists(st.lists(ints, min_size=1, max_size=3), max_size=3),
+    allowed_token_ids=st.lists(tokens, max_size=3),
+    bad_words_token_ids=st.lists(st.lists(tokens, min_size=1, max_size=3), max_size=3),
     max_tokens=st.integers(1, 2**31 - 1),
     ignore_eos=st.booleans(),
-    stop_token_ids=st.lists(ints, max_size=3),
+    stop_token_ids=st.lists(tokens, max_size=3),
     logprobs=st.none() | st.integers(-1, 20),
     prompt_logprobs=st.none() | st.integers(-1, 20),
 )
