@@ -82,12 +82,12 @@ class PromptLogprobsCollector:
 
     def __init__(self, prompt_token_ids: Sequence[int]) -> None:
         self._prompt = prompt_token_ids
-        self._rows: list[tuple[list[int], list[float], int] | None] = [None] * len(prompt_token_ids)
-        self._missing = max(len(prompt_token_ids) - 1, 0)
+        self._rows: dict[int, tuple[list[int], list[float], int]] = {}  # by position; nearly nobody asks for them
+        self._entries: list[TokenLogprobs] = []  # of the echo, once they were asked for
 
     @property
     def complete(self) -> bool:
-        return self._missing == 0
+        return len(self._rows) >= len(self._prompt) - 1
 
     def add(self, part: OutputPromptLogprobs) -> None:
         """Parts may come again after a gap was healed; what is known is left alone."""
@@ -96,16 +96,21 @@ class PromptLogprobsCollector:
         logprobs = decode_column(part.logprobs, np.float32).reshape(len(ranks), -1)
         for row in range(len(ranks)):
             position = part.position + row
-            if position < len(self._rows) and self._rows[position] is None:
+            if position < len(self._prompt) and position not in self._rows:
                 self._rows[position] = (token_ids[row].tolist(), logprobs[row].tolist(), int(ranks[row]))
-                self._missing -= 1
 
-    def entries(self, tokenizer: TextTokenizer, echo: str) -> Iterator[TokenLogprobs]:
+    def entries(self, tokenizer: TextTokenizer, echo: str) -> Sequence[TokenLogprobs]:
         """An entry a prompt token for the text `echo`, in which the offsets count characters. A special token that the tokenizer
-        has put around the text is not in it, and shown as nothing."""
+        has put around the text is not in it, and shown as nothing. Made once for all choices, when the rows are complete."""
+        if not self._entries:
+            self._entries = list(self._made_entries(tokenizer, echo))
+        return self._entries
+
+    def _made_entries(self, tokenizer: TextTokenizer, echo: str) -> Iterator[TokenLogprobs]:
         detokenizer = tokenizer.detokenizer((), skip_special_tokens=False)
         offset = 0
-        for token_id, row in zip(self._prompt, self._rows, strict=True):
+        for position, token_id in enumerate(self._prompt):
+            row = self._rows.get(position)
             own = tokenizer.token_text(token_id)
             is_added = token_id in tokenizer.special_ids and not echo.startswith(own, offset)
             piece = "" if is_added else detokenizer.push(token_id)
@@ -117,7 +122,8 @@ class PromptLogprobsCollector:
 
     def vllm(self, tokenizer: TextTokenizer) -> list[Json | None]:
         """`prompt_logprobs` of the response: a map from token id a position, null for the first token."""
-        return [None if row is None else _vllm_row(tokenizer, *row) for row in self._rows]
+        rows = map(self._rows.get, range(len(self._prompt)))
+        return [None if row is None else _vllm_row(tokenizer, *row) for row in rows]
 
 
 def _vllm_row(tokenizer: TextTokenizer, token_ids: list[int], logprobs: list[float], rank: int) -> Json:

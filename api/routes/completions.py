@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -114,8 +114,8 @@ class CompletionFormat(AnswerFormat):
             "prompt_token_ids": list(self._task.prompts[place].token_ids) if body.return_token_ids else None,
         }
 
-    def _prompt_entries(self, prompt: int) -> list[TokenLogprobs]:
+    def _prompt_entries(self, prompt: int) -> Sequence[TokenLogprobs]:
         if self._body.logprobs is None:
             return []
         run = self._generation.runs[prompt]
-        return list(run.logprobs.entries(self._task.model.tokenizer, run.echo_text()))
+        return run.logprobs.entries(self._task.model.tokenizer, run.echo_text())
