@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -68,10 +69,17 @@ class TextTokenizer:
         self._least_share = _least_shares(file, self.bytes)
         contents = sorted((token.content for token in file.added_tokens if token.special and len(token.content) > 1), key=len)
         self._special = re.compile("|".join(map(re.escape, reversed(contents)))) if contents else None
-        self._text_only: Any = Tokenizer.from_str(bundle.tokenizer_json)  # to which special tokens are text as any other
-        self._text_only.no_truncation()
-        self._text_only.no_padding()
-        self._text_only.encode_special_tokens = True
+        self._json = bundle.tokenizer_json
+
+    @cached_property
+    def _text_only(self) -> Any:
+        """The tokenizer to which special tokens are text as any other. Made for the first text that spells one: it takes as much
+        time and memory as the other."""
+        tokenizer: Any = Tokenizer.from_str(self._json)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
     def _id_to_token(self) -> list[str]:
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
