@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from msgspec import structs
+from starlette.types import Receive, Scope, Send
 
 from api.app import create_app
 from api.errors import UnusableModel
+from api.http.response_writer import EXTENSION
 from api.model_files import make_model_files
 from engine.bus.connection import Bus
 from engine.bus.tokenizers import put_tokenizer
@@ -55,7 +58,12 @@ async def http(engines: None, redis_url: str) -> AsyncIterator[httpx.AsyncClient
     failures: list[BaseException] = []
     service.on_failure = failures.append
     await service.start()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+
+    async def connected(scope: Scope, receive: Receive, send: Send) -> None:
+        writer = SimpleNamespace(gone=False, num_bytes=0, when_gone=lambda told: None)  # as of a client that stays
+        await app({**scope, "extensions": {EXTENSION: writer}}, receive, send)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(connected), base_url="http://test") as client:
         await wait_for_async(lambda: len(service.client.models()) == len(BROKEN_TEMPLATES) + 2, "the sight of all engines")
         await service.models.prepare(service.client)
         yield client
