@@ -66,8 +66,8 @@ def _raise_file_limit() -> None:
 
 
 def _spare_the_collector() -> None:
-    """What the process is made of stays, and needs not be walked again and again; what streams leave is no garbage of cycles, so a
-    step of hundreds of streams must not look like it."""
+    """Objects of the start stay, so that no collection need walk them again. Streams leave no cycles, so that a step of hundreds of
+    streams must not start a collection."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER, 20, 20)

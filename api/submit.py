@@ -37,7 +37,7 @@ def admit(service: Service) -> None:
 
 
 def make_generation(request: Request, task: Task, given_id: str | None) -> Generation:
-    """What will answer `request`; nothing of it is enqueued yet. `given_id`: the body's. Raises BadRequest."""
+    """The generation that will answer `request`; nothing of it is enqueued yet. `given_id`: the body's. Raises BadRequest."""
     own: str = request.state.request_id
     external = header_id(request.scope) or body_id(given_id) or own
     ids = internal_ids(external, len(task.prompts))

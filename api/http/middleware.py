@@ -65,7 +65,7 @@ class RequestContext:
 
 
 class _Exchange:
-    """What is to be known of one response as it goes out. `status` is 0 until it begins."""
+    """The facts about one response as it goes out. `status` is 0 until it begins."""
 
     def __init__(self, scope: Scope, send: Send, id_header: bool) -> None:
         self.request_id = header_id(scope) or random_digits(32)
@@ -129,7 +129,7 @@ class Methods:
 class BodyLimit:
     """Refuses bodies over `max_bytes` with 413: at once by their Content-Length, else as soon as they are too long.
 
-    What comes then is read and dropped for a while: a connection closed while something arrives is reset, and the answer lost.
+    The rest is read and dropped for a while: a connection that is closed while data arrives is reset, and the answer is lost.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:

@@ -25,7 +25,7 @@ HOP_HEADERS = frozenset({b"connection", b"upgrade", b"http2-settings"})
 
 
 class Phase(Enum):
-    """What the client is in the middle of. New: it has sent nothing yet. Idle: it has sent its requests whole."""
+    """The phase of the client's side. New: it has sent nothing yet. Idle: it has sent its requests whole."""
 
     NEW, HEADER, BODY, IDLE = range(4)
 

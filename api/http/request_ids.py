@@ -20,7 +20,7 @@ _SAFE = re.compile(rf"[A-Za-z0-9._:\-]{{1,{MAX_ID_LEN}}}")
 
 
 def header_id(scope: Scope) -> str | None:
-    """The id of the X-Request-Id header. What no id may have in it becomes "-"; of several, joined by commas, the first counts.
+    """The id of the X-Request-Id header. Characters that ids may not have become "-"; of several ids with commas, the first counts.
 
     A client's tracing must not cost it its answer, so nothing is refused. None: no header, or nothing of it is left.
     """

@@ -65,7 +65,7 @@ class ResponseWriter:
         self._write(b"%x\r\n%b\r\n" % (num_bytes, piece) if self._chunked else piece)
 
     def close(self) -> None:
-        """Nothing is written any more, and nobody is to be told anything."""
+        """Nothing is written and no callback is called any more."""
         self._under_way = self.ready = False
         self.on_ready = self._on_gone = _nothing
 

@@ -48,7 +48,7 @@ class ReaderProcess:
         return head
 
     async def work(self, number: int, head: BaseModel, function: Callable[..., R], arguments: tuple[Any, ...]) -> R:
-        """What `function` makes of `arguments`, in which `head` stands for the body `number`, which is gone then. Raises the
+        """The result of `function` on `arguments`, in which `head` stands for the body `number`. The body is gone then. Raises the
         function's ApiErrors."""
         (model,) = (argument for argument in arguments if isinstance(argument, ServedModel))
         await self._load(model)

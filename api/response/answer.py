@@ -43,7 +43,7 @@ class WholeAnswer:
 async def whole_response(
     generation: Generation, answer: WholeAnswer, format: AnswerFormat, writer: ResponseWriter, headers: dict[str, str]
 ) -> Response:
-    """The response of a generation whose sink is `answer`. It closes the generation whatever happens. Raises GenerationError."""
+    """The response of a generation whose sink is `answer`. It always closes the generation. Raises GenerationError."""
     try:
         writer.when_gone(generation.abort)
         choices = await answer.choices()

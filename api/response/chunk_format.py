@@ -29,7 +29,7 @@ class ChunkFrame:
         self._head = b"data: " + same[:-1] + b',"choices":['
 
     def around(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
-        """What stands before and behind the one value that changes from event to event; in the item of the list it is between
+        """The bytes before and behind the one value that changes from event to event; in the item of the list it is between
         `before` and `after`."""
         return self._head + before, after + b"]}\n\n"
 

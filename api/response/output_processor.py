@@ -1,7 +1,6 @@
-"""One choice of an answer: tokens in, text out. Streams and whole answers are both made of what `Choice` gives.
+"""One choice of an answer: tokens in, text out. `Choice` makes the outputs of streams and of whole answers.
 
-Tokens are taken one at a time whatever arrives together, so how the engine's outputs are cut or merged on their way changes
-nothing.
+It takes tokens one at a time, so that it makes no difference how the engine's outputs are cut or merged on their way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is written down about each request: metrics as it goes, one log line at its end. Never a word of a prompt or an answer."""
+"""The records of each request: metrics as it goes, one log line at its end. Never a word of a prompt or an answer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RequestObserver:
 
 
 def _record(message: str, facts: dict[str, object]) -> logging.LogRecord:
-    """What `logger.info` would make, but for the search of the stack for a line of code that nobody is shown."""
+    """The record of `logger.info`, without its search of the stack for a line of code that is not shown."""
     record = logging.LogRecord(logger.name, logging.INFO, __file__, 0, message, (), None)
     record.__dict__.update(facts)
     return record

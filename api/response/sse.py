@@ -112,7 +112,7 @@ def one_line(events: bytes) -> bytes:
 
 
 class EventStream(Response):
-    """The response of a generation whose sink writes events. It closes the generation whatever happens.
+    """The response of a generation whose sink writes events. It always closes the generation.
 
     The headers are sse-starlette's. It would run a stream as four tasks, though, with a timeout's scope around each event.
     """

@@ -75,7 +75,7 @@ class ChatTemplate:
         self._forms: dict[tuple[str, bool], RoleForms] = {}
 
     def forms(self, role: str, is_first: bool) -> RoleForms:
-        """What the template takes of messages of a role; `is_first`: at the beginning of a conversation."""
+        """The forms of a role's messages that the template accepts; `is_first`: at the beginning of a conversation."""
         known = self._forms.get((role, is_first))
         if known is None:
             known = probe(role, is_first, lambda messages: self.render(messages, add_generation_prompt=False))

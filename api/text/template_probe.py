@@ -1,4 +1,4 @@
-"""What a chat template does with the messages of a role, found by rendering a probe: its syntax does not tell."""
+"""Finds by a probe how a chat template treats the messages of a role, because its syntax does not tell."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def probe(role: str, is_first: bool, render: Render) -> RoleForms:
 
 
 def _surroundings(is_first: bool) -> Iterator[tuple[list[Message], list[Message]]]:
-    """What may stand before and after a message, in conversations that most templates take."""
+    """The messages before and after a probe, in conversations that most templates take."""
     for content in ("x", as_parts("x")):
         system, user, assistant = ({"role": role, "content": content} for role in ("system", "user", "assistant"))
         if is_first:

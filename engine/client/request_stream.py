@@ -1,4 +1,4 @@
-"""One request as its client sees it: outputs in order, each exactly once, whatever the transport loses or repeats.
+"""One request as its client sees it: outputs in order, each exactly once, though the transport loses and repeats some.
 
 Pub/sub may drop messages and failover may repeat them. Every output carries its offset, so a stream drops what it has and knows
 what it lacks. Its client (`engine.client.client`) asks the engine for that, or takes it from the record. A stream keeps no output:
@@ -50,7 +50,7 @@ class _Choice:
 
 
 class RequestStream:
-    """`finish` sends a command to whoever runs the request; `closed` is called once, when nothing more will come."""
+    """`finish` sends a command to the engine of the request; `closed` is called once, when nothing more will come."""
 
     def __init__(
         self,
