@@ -33,9 +33,10 @@ metrics_router = APIRouter()
 
 @metrics_router.get("/metrics", summary="Prometheus metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
-    metrics = service_of(request).metrics
-    metrics.settle()
-    return Response(await run_in_threadpool(metrics.render), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    service = service_of(request)
+    await service.look()
+    service.metrics.settle()
+    return Response(await run_in_threadpool(service.metrics.render), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 class Application(FastAPI):

@@ -7,11 +7,12 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 from fastapi import Request
 
-from api.errors import REDIS_AWAY, RETRY_AFTER, ServiceUnavailable
+from api.errors import RedisTrouble
 from api.http.auth import EVERYBODY, KeyRing, Principal
 from api.metrics.metrics import Metrics, shared
 from api.model_files import ServedModel
@@ -20,7 +21,7 @@ from api.preparation.readers import HeldBody, Readers
 from api.preparation.rules import RequestRules
 from api.request.limits import RequestLimits
 from api.response.request_metrics import RequestObserver
-from engine.bus.call import BusUnavailable
+from engine.bus.call import BusUnavailable, Trouble
 from engine.bus.connection import AsyncBus
 from engine.bus.enqueue import AdmissionLimits
 from engine.client.client import AsyncClient
@@ -32,6 +33,7 @@ logger = logging.getLogger("headrace.api")
 
 RETRY_SECONDS = 1.0
 MAX_READERS = 2  # processes for large bodies
+LOOK_SECONDS = 0.5  # that a scrape waits for Redis
 SETTLE_SECONDS = 0.5  # that another process's view of this one's metrics may be behind
 
 
@@ -44,6 +46,7 @@ class Service:
         self.keys = KeyRing(config.api_key)
         self.metrics = Metrics(config.metrics_prefix)
         self.metrics.engines = lambda: self._client.engines() if self._client is not None else []
+        self.metrics.queues = lambda: self._client.directory.queues if self._client is not None else {}
         self.pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="text")
         self.models = ServedModels(config, self.pool)
         self.readers = Readers(min(MAX_READERS, os.cpu_count() or 1))
@@ -58,6 +61,7 @@ class Service:
         self.observer = RequestObserver(self.metrics)
         self.on_failure: Callable[[BaseException], None] | None = None
         self._client: AsyncClient | None = None
+        self._first_trouble = Trouble.AWAY  # until there is a client
         self._background: asyncio.Task[None] | None = None
         self._settling: asyncio.TimerHandle | None = None
 
@@ -89,7 +93,8 @@ class Service:
             try:
                 await client.start()
             except BusUnavailable as error:
-                logger.warning("Redis is away, trying again: %s", error)
+                logger.warning("not connected, trying again: %s", error)
+                self._first_trouble = error.trouble
                 await client.close()
             else:
                 self._client = client
@@ -106,13 +111,20 @@ class Service:
     def client(self) -> AsyncClient:
         """Raises ServiceUnavailable before the first contact with Redis."""
         if self._client is None:
-            raise ServiceUnavailable(REDIS_AWAY, headers=RETRY_AFTER)
+            raise RedisTrouble(self._first_trouble)
         return self._client
 
     @property
-    def connected(self) -> bool:
-        """Redis answered the last time it was asked."""
-        return self._client is not None and self._client.directory.redis_up
+    def redis_trouble(self) -> Trouble | None:
+        """What was wrong with Redis the last time it was asked; None: nothing."""
+        return self._first_trouble if self._client is None else self._client.directory.trouble
+
+    async def look(self) -> None:
+        """The newest numbers of engines and queues, where Redis gives them at once; else those of the last half second stay."""
+        if self._client is not None and self.redis_trouble is None:
+            with suppress(BusUnavailable, TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._client.directory.refresh()
 
     async def prepare(self, request: Request, work: Callable[[B, ServedModel, RequestRules], R], body: B, model: ServedModel) -> R:
         """`work` on a body off the event loop: on a thread, or in the reader process that holds it because it is large."""

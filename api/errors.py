@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from engine.bus.call import BusUnavailable
+from engine.bus.call import BusUnavailable, Trouble
 
 logger = logging.getLogger("headrace.api")
 
@@ -27,7 +27,6 @@ MAX_REPORTED_ERRORS = 10  # entries of a validation error that are told
 MAX_REPORTED_INPUT = 200  # characters of an offending value that are repeated
 MAX_MESSAGE = 4000  # characters: a message may repeat what a client sent
 RETRY_AFTER = {"Retry-After": "1"}  # seconds; a restarted engine takes longer, but who asks again costs nothing
-REDIS_AWAY = "Redis is not reachable. Try again later."
 
 _REPR = reprlib.Repr()  # looks at the beginning of a value alone, however large it is
 _REPR.maxstring = _REPR.maxother = 2 * MAX_REPORTED_INPUT
@@ -127,6 +126,13 @@ class ServiceUnavailable(ApiError):
     type = "ServiceUnavailableError"
 
 
+class RedisTrouble(ServiceUnavailable):
+    """Redis does not serve now."""
+
+    def __init__(self, trouble: Trouble) -> None:
+        super().__init__(f"Redis {trouble}. Try again later.", headers=RETRY_AFTER)
+
+
 class UnusableModel(ApiError):
     """The model's own files are broken."""
 
@@ -167,7 +173,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BusUnavailable):
-        return ServiceUnavailable(REDIS_AWAY, headers=RETRY_AFTER)
+        return RedisTrouble(error.trouble)
     return ApiError("Internal server error.")
 
 

@@ -208,14 +208,15 @@ class EngineStats(msgspec.Struct):
     num_free_blocks: int = 0
     steps: int = 0
     scheduled_tokens: int = 0
-    prompt_tokens: int = 0  # computed or answered by the prefix cache
+    prompt_tokens: int = 0  # of prompts whose first token is there, each counted once
+    prompt_tokens_cached: int = 0  # of those, the ones that the prefix cache answered
     generation_tokens: int = 0
-    prefix_cache_queries: int = 0  # tokens
-    prefix_cache_hits: int = 0  # tokens
+    prefix_cache_queries: int = 0  # tokens of admitted choices, looked up
+    prefix_cache_hits: int = 0  # of those, tokens found
     preemptions: int = 0
     finished: dict[str, int] = {}  # by finish reason, choices
     iteration_tokens_buckets: list[int] = []  # cumulative counts under ITERATION_TOKENS_BOUNDS, +Inf last
-    iteration_tokens_sum: int = 0
+    iteration_tokens_sum: int = 0  # prompt tokens computed and tokens generated, summed over steps
     last_step_seconds: float = 0.0
 
 
@@ -247,7 +248,8 @@ class EngineInfo(msgspec.Struct):
     started: float
     state: str = "ready"  # "ready" | "draining" | "sleeping"
     stats: EngineStats = msgspec.field(default_factory=EngineStats)
-    progress: dict[str, int] = {}  # output tokens so far of each request held
+    progress: dict[str, int] = {}  # output tokens so far of each request held that runs
+    waiting: dict[str, int] = {}  # the same of each request held that waits in the engine
     scheduling_policy: str = "fcfs"  # "fcfs": priorities count for nothing
 
 

@@ -36,7 +36,7 @@ def _unless_redis_is_away(work: Callable[[Bus], int]) -> Callable[[], int]:
         try:
             return work(process_bus())
         except BusUnavailable as error:
-            logger.warning("Redis is away, %s waits for its next run: %s", work.__name__, error)
+            logger.warning("%s waits for its next run: %s", work.__name__, error)
             return 0
 
     del task.__wrapped__  # Celery would read the signature with the bus off it

@@ -1,30 +1,31 @@
-"""Engines' numbers for Prometheus, out of the snapshot that each writes into its slot twice a second.
+"""Numbers of engines and queues for Prometheus: what each engine writes into its slot twice a second, and what waits in Redis.
 
 Gauges follow aborts and idleness, because snapshots do not wait for steps; an engine that died is gone from the scrape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from engine.bus.queue_depth import QueueDepth
 from engine.protocol import ITERATION_TOKENS_BOUNDS, EngineInfo, EngineStats
 
 _LABELS = ("model_name", "engine")
+QUEUE = "queue"  # stands for the engine of what waits in Redis, where no engine has it yet
 
 # name, help, field of EngineStats
 GAUGES = (
     ("num_requests_running", "Choices that run", "num_running"),
-    ("num_requests_waiting", "Choices that wait in the engine", "num_waiting"),
     ("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1", "kv_cache_usage"),
 )
 COUNTERS = (
-    ("prompt_tokens", "Prompt tokens computed or answered by the prefix cache", "prompt_tokens"),
+    ("prompt_tokens", "Prompt tokens of requests that had a first token", "prompt_tokens"),
     ("generation_tokens", "Tokens generated", "generation_tokens"),
-    ("prompt_tokens_cached", "Prompt tokens answered by the prefix cache", "prefix_cache_hits"),
+    ("prompt_tokens_cached", "Of those, tokens answered by the prefix cache", "prompt_tokens_cached"),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prefix_cache_queries"),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_cache_hits"),
     ("num_preemptions", "Preemptions", "preemptions"),
@@ -32,15 +33,17 @@ COUNTERS = (
 
 
 class EngineCollector(Collector):
-    """`engines`: the live ones, as they are at the scrape."""
+    """`engines`: the live ones, and `queues`: what waits in Redis by canonical name of its model, as they are at the scrape."""
 
-    def __init__(self, prefix: str, engines: Sequence[EngineInfo]) -> None:
+    def __init__(self, prefix: str, engines: Sequence[EngineInfo], queues: Mapping[str, QueueDepth]) -> None:
         self._prefix = prefix
         self._engines = engines
+        names = {engine.model: _model_name(engine) for engine in engines}
+        self._queues = {names.get(model, model): depth for model, depth in queues.items()}
 
     def collect(self) -> Iterator[Metric]:
         for name, help, field in GAUGES:
-            gauge = GaugeMetricFamily(f"{self._prefix}:{name}", help, labels=_LABELS)
+            gauge = self._gauge(name, help)
             for engine in self._engines:
                 gauge.add_metric(_values(engine), float(getattr(engine.stats, field)))
             yield gauge
@@ -49,21 +52,39 @@ class EngineCollector(Collector):
             for engine in self._engines:
                 counter.add_metric(_values(engine), float(getattr(engine.stats, field)))
             yield counter
+        yield self._waiting()
         yield self._waiting_by_reason()
+        yield self._waiting_tokens()
         yield self._prompt_tokens_by_source()
         yield self._iteration_tokens()
         yield self._cache_config()
 
+    def _gauge(self, name: str, help: str, labels: Sequence[str] = _LABELS) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"{self._prefix}:{name}", help, labels=labels)
+
+    def _waiting(self) -> Metric:
+        gauge = self._gauge("num_requests_waiting", f'Choices that wait, in an engine or in Redis (engine="{QUEUE}")')
+        for engine in self._engines:
+            gauge.add_metric(_values(engine), engine.stats.num_waiting)
+        for model, depth in self._queues.items():
+            gauge.add_metric([model, QUEUE], depth.waiting_choices)
+        return gauge
+
     def _waiting_by_reason(self) -> Metric:
-        name, help = (
-            f"{self._prefix}:num_requests_waiting_by_reason",
-            "Choices that wait: for capacity, or again after a preemption",
-        )
-        gauge = GaugeMetricFamily(name, help, labels=(*_LABELS, "reason"))
+        help = "Choices that wait: for capacity, or again after a preemption"
+        gauge = self._gauge("num_requests_waiting_by_reason", help, (*_LABELS, "reason"))
         for engine in self._engines:
             stats = engine.stats
             gauge.add_metric([*_values(engine), "capacity"], stats.num_waiting - stats.num_preempted_waiting)
             gauge.add_metric([*_values(engine), "preempted"], stats.num_preempted_waiting)
+        for model, depth in self._queues.items():
+            gauge.add_metric([model, QUEUE, "capacity"], depth.waiting_choices)
+        return gauge
+
+    def _waiting_tokens(self) -> Metric:
+        gauge = self._gauge("num_prompt_tokens_queued", "Prompt tokens of requests that wait in Redis", ("model_name",))
+        for model, depth in self._queues.items():
+            gauge.add_metric([model], depth.waiting_tokens)
         return gauge
 
     def _prompt_tokens_by_source(self) -> Metric:
@@ -72,12 +93,13 @@ class EngineCollector(Collector):
         )
         for engine in self._engines:
             stats = engine.stats
-            counter.add_metric([*_values(engine), "local_compute"], max(stats.prompt_tokens - stats.prefix_cache_hits, 0))
-            counter.add_metric([*_values(engine), "local_cache_hit"], stats.prefix_cache_hits)
+            counter.add_metric([*_values(engine), "local_compute"], stats.prompt_tokens - stats.prompt_tokens_cached)
+            counter.add_metric([*_values(engine), "local_cache_hit"], stats.prompt_tokens_cached)
         return counter
 
     def _iteration_tokens(self) -> Metric:
-        histogram = HistogramMetricFamily(f"{self._prefix}:iteration_tokens_total", "Tokens computed in a step", labels=_LABELS)
+        help = "Prompt tokens computed and tokens generated in a step"
+        histogram = HistogramMetricFamily(f"{self._prefix}:iteration_tokens_total", help, labels=_LABELS)
         for engine in self._engines:
             histogram.add_metric(_values(engine), _buckets(engine.stats), engine.stats.iteration_tokens_sum)
         return histogram
@@ -96,8 +118,12 @@ class EngineCollector(Collector):
         return info
 
 
+def _model_name(engine: EngineInfo) -> str:
+    return engine.served_names[0] if engine.served_names else engine.model
+
+
 def _values(engine: EngineInfo) -> list[str]:
-    return [engine.served_names[0] if engine.served_names else engine.model, engine.slot]
+    return [_model_name(engine), engine.slot]
 
 
 def _buckets(stats: EngineStats) -> list[tuple[str, float]]:

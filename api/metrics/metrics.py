@@ -7,7 +7,8 @@ Requests are measured here, where they begin and end for the client; engines' ow
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
@@ -15,6 +16,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from api.metrics.buffered import Counted, Tallied
 from api.metrics.engines import EngineCollector
+from engine.bus.queue_depth import QueueDepth
 from engine.protocol import EngineInfo, FinishReason, RequestTimes
 
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -34,12 +36,31 @@ def shared() -> bool:
     return bool(os.environ.get("PROMETHEUS_MULTIPROC_DIR"))
 
 
+@dataclass(frozen=True)
+class EndedPrompt:
+    """One prompt of a request, with its choices, when the last of them has ended."""
+
+    num_tokens: int
+    num_cached: int  # of those, tokens that the prefix cache answered
+    n: int
+    max_tokens: int
+    output_lens: list[int]  # tokens by choice
+    latency: float  # seconds since the HTTP request's arrival
+    times: RequestTimes | None  # the engine's word; None where the API server did not wait for it
+
+    @property
+    def answered(self) -> bool:
+        """It had a first token: from then on its prompt counts."""
+        return any(self.output_lens) or (self.times is not None and self.times.first_token > 0)
+
+
 class Metrics:
     """`prefix`: first word of the metrics' names, "headrace" or "vllm"."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self.engines: Callable[[], list[EngineInfo]] = list
+        self.queues: Callable[[], Mapping[str, QueueDepth]] = dict
         self._registry = CollectorRegistry()
         self._tallied: list[Tallied] = []
         self._make_request_metrics()
@@ -59,11 +80,11 @@ class Metrics:
         self.itl = make("inter_token_latency_seconds", "Between two outputs of a request", ITL_BUCKETS)
         self.tpot = make("request_time_per_output_token_seconds", "Mean time a token after the first", ITL_BUCKETS)
         self.e2e = make("e2e_request_latency_seconds", "From arrival at the API server to the end", LATENCY_BUCKETS)
-        self.queue = make("request_queue_time_seconds", "From the queue to the first step", LATENCY_BUCKETS)
+        self.queue = make("request_queue_time_seconds", "From the queue in Redis to the first step", LATENCY_BUCKETS)
         self.inference = make("request_inference_time_seconds", "From the first step to the last token", LATENCY_BUCKETS)
         self.prefill = make("request_prefill_time_seconds", "From the first step to the first token", LATENCY_BUCKETS)
         self.decode = make("request_decode_time_seconds", "From the first to the last token", LATENCY_BUCKETS)
-        self.prompt_len = make("request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
+        self.prompt_len = make("request_prompt_tokens", "Prompt tokens of a request that had a first token", TOKEN_BUCKETS)
         self.output_len = make("request_generation_tokens", "Output tokens of a request", TOKEN_BUCKETS)
         self.max_output_len = make(
             "request_max_num_generation_tokens", "Output tokens of a request's longest choice", TOKEN_BUCKETS
@@ -105,21 +126,30 @@ class Metrics:
     def choice_ended(self, model: str, engine: str, reason: FinishReason) -> None:
         self.success.labels(model, engine, str(reason)).inc()
 
-    def prompt_ended(
-        self, labels: tuple[str, str], times: RequestTimes, prompt_len: int, num_cached: int, output_lens: list[int]
-    ) -> None:
-        """One prompt of a request is over, with the engine's word on it."""
+    def prompt_ended(self, labels: tuple[str, str], ended: EndedPrompt) -> None:
+        """One prompt of a request is over."""
+        self.n.labels(*labels).observe(ended.n)
+        self.max_tokens.labels(*labels).observe(ended.max_tokens)
+        self.e2e.labels(*labels).observe(ended.latency)
+        self.output_len.labels(*labels).observe(sum(ended.output_lens))
+        self.max_output_len.labels(*labels).observe(max(ended.output_lens))
+        if ended.answered:
+            self.prompt_len.labels(*labels).observe(ended.num_tokens)
+        if ended.times is not None:
+            self._engines_word(labels, ended, ended.times)
+
+    def _engines_word(self, labels: tuple[str, str], ended: EndedPrompt, times: RequestTimes) -> None:
         self.preemptions.labels(*labels).observe(times.num_preemptions)
-        self.computed.labels(*labels).observe(prompt_len - num_cached)
         if times.scheduled:
-            self.queue.labels(*labels).observe(max(times.scheduled - (times.received or times.enqueued), 0.0))
-        if times.scheduled and times.first_token:
+            self.queue.labels(*labels).observe(max(times.scheduled - times.enqueued, 0.0))
+        if times.first_token:
+            self.computed.labels(*labels).observe(ended.num_tokens - ended.num_cached)
             self.prefill.labels(*labels).observe(max(times.first_token - times.scheduled, 0.0))
         if times.first_token and times.last_token:
             decode = max(times.last_token - times.first_token, 0.0)
             self.decode.labels(*labels).observe(decode)
             self.inference.labels(*labels).observe(max(times.last_token - times.scheduled, 0.0))
-            if (longest := max(output_lens, default=0)) > 1:
+            if (longest := max(ended.output_lens)) > 1:
                 self.tpot.labels(*labels).observe(decode / (longest - 1))
 
     def settle(self) -> None:
@@ -135,5 +165,5 @@ class Metrics:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         engines = CollectorRegistry()
-        engines.register(EngineCollector(self.prefix, self.engines()))
+        engines.register(EngineCollector(self.prefix, self.engines(), self.queues()))
         return generate_latest(registry) + generate_latest(engines)

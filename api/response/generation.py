@@ -38,7 +38,7 @@ class GenerationObserver(Protocol):
     def opened(self, generation: Generation) -> None: ...
 
     def first_output(self, generation: Generation, now: float) -> Callable[[float], None]:
-        """The first token arrived. The function returned is called with the seconds between two tokens of a choice."""
+        """A choice's first token arrived. The function returned is called with the seconds between two tokens of a choice."""
         ...
 
     def choice_ended(self, generation: Generation, reason: FinishReason) -> None: ...
@@ -129,8 +129,8 @@ class Generation:
         now = time.time()
         if choice.last_token:
             self._observe_gap(now - choice.last_token)
-        elif not self.first_output:
-            self.first_output = now
+        else:
+            self.first_output = self.first_output or now
             self._observe_gap = self._observer.first_output(self, now)
         choice.last_token = now
 
@@ -161,6 +161,7 @@ class PromptRun:
         self.prompt = task.prompts[place]
         self.logprobs = PromptLogprobsCollector(self.prompt.token_ids)
         self.final: FinishedOutput | None = None  # the engine's word on the choice that ended last
+        self.ended_at = 0.0  # epoch seconds at which its last choice ended, once one has
         self._generation = generation
         self._task = task
         self._score_only = task.score_only
@@ -226,7 +227,7 @@ class PromptRun:
         try:
             output = self.choices[choice].finish(end)
             if output.finish_reason == FinishReason.ERROR:
-                self._generation.note_end(FinishReason.ERROR)
+                self._note_end(FinishReason.ERROR)
                 raise _failure(end.error or "The engine could not go on with this request.")
             if output.finish_reason is not None and not self._generation.ended:
                 self._say(output)
@@ -236,11 +237,15 @@ class PromptRun:
 
     def _say(self, output: ChoiceOutput) -> None:
         if output.finish_reason is not None:
-            self._generation.note_end(output.finish_reason)
+            self._note_end(output.finish_reason)
         if self._held is not None:
             self._held.append(output)
         else:
             self._generation.sink.put(output)
+
+    def _note_end(self, reason: FinishReason) -> None:
+        self.ended_at = time.time()
+        self._generation.note_end(reason)
 
     def _release(self) -> None:
         """Nothing is held back from now on."""

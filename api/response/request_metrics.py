@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Callable
 
-from api.metrics.metrics import Metrics
-from api.response.generation import Generation
-from engine.protocol import FinishReason
+from api.metrics.metrics import EndedPrompt, Metrics
+from api.response.generation import Generation, PromptRun
+from engine.protocol import FinishReason, SamplingParams
 
 logger = logging.getLogger("headrace.request")
 
@@ -22,11 +22,6 @@ class RequestObserver:
 
     def opened(self, generation: Generation) -> None:
         self.open.add(generation)
-        labels, task = _labels(generation), generation.task
-        self._metrics.n.labels(*labels).observe(task.n)
-        for prompt, sampling in zip(task.prompts, task.sampling, strict=True):
-            self._metrics.prompt_len.labels(*labels).observe(len(prompt.token_ids))
-            self._metrics.max_tokens.labels(*labels).observe(sampling.max_tokens)
 
     def first_output(self, generation: Generation, now: float) -> Callable[[float], None]:
         labels = _labels(generation)
@@ -37,19 +32,26 @@ class RequestObserver:
         self._metrics.choice_ended(*_labels(generation), reason)
 
     def closed(self, generation: Generation) -> None:
-        """Aborted requests are in every histogram that they have a number for."""
+        """Each prompt is a request of its own to the metrics. Aborted ones are in every histogram that they have a number for."""
         self.open.discard(generation)
         now = time.time()
-        labels = _labels(generation)
-        for run in generation.runs:
-            lens = [choice.num_tokens for choice in run.choices]
-            self._metrics.output_len.labels(*labels).observe(sum(lens))
-            self._metrics.max_output_len.labels(*labels).observe(max(lens))
-            if (final := run.final) is not None:
-                self._metrics.prompt_ended(labels, final.times, len(run.prompt.token_ids), final.num_cached_tokens, lens)
-        self._metrics.e2e.labels(*labels).observe(now - generation.arrival)
+        for run, sampling in zip(generation.runs, generation.task.sampling, strict=True):
+            latency = (run.ended_at or now) - generation.arrival
+            self._metrics.prompt_ended(_labels(generation), _ended_prompt(run, sampling, latency))
         if logger.isEnabledFor(logging.INFO):
             logger.handle(_record("request finished", _facts(generation, now)))
+
+
+def _ended_prompt(run: PromptRun, sampling: SamplingParams, latency: float) -> EndedPrompt:
+    return EndedPrompt(
+        num_tokens=len(run.prompt.token_ids),
+        num_cached=run.final.num_cached_tokens if run.final is not None else 0,
+        n=len(run.choices),
+        max_tokens=sampling.max_tokens,
+        output_lens=[choice.num_tokens for choice in run.choices],
+        latency=latency,
+        times=run.final.times if run.final is not None else None,
+    )
 
 
 def _record(message: str, facts: dict[str, object]) -> logging.LogRecord:

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.app_state import Service, service_of
-from api.errors import REDIS_AWAY, ServiceUnavailable
+from api.errors import RedisTrouble, ServiceUnavailable
 from api.version import VERSION
 
 router = APIRouter()
@@ -23,6 +23,8 @@ async def ready(request: Request) -> Response:
     if service.draining:
         raise ServiceUnavailable("The server is shutting down.")
     _check(service)
+    if refusal := service.client.directory.refusal:
+        raise ServiceUnavailable(refusal)
     return Response(status_code=200)
 
 
@@ -50,8 +52,8 @@ async def version() -> dict[str, str]:
 
 def _check(service: Service) -> None:
     """Raises ServiceUnavailable with the reason. Life of an engine is its heartbeat, which its loop sends only while it gets on."""
-    if not service.connected:
-        raise ServiceUnavailable(REDIS_AWAY)
+    if (trouble := service.redis_trouble) is not None:
+        raise RedisTrouble(trouble)
     if missing := service.models.missing(service.client):
         raise ServiceUnavailable(f"No live engine for {', '.join(missing)}.")
     if not service.models.names(service.client):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -21,13 +22,29 @@ Argument = str | bytes | int | float
 Command = tuple[Argument, ...]
 
 LUA = Path(__file__).parent / "lua"
-WITHOUT_MEMORY = frozenset(
-    {"absent", "beat", "beat_api", "fail_engine", "finish", "reject", "release"}
-)  # they tell who is alive, or end something and so free memory
+ADMITTING = frozenset({"accepts", "enqueue"})  # refused when memory is short; all other scripts go on with what is there, or end it
+
+
+class Trouble(StrEnum):
+    """Why Redis does not serve now, as the rest of a sentence that begins with its name."""
+
+    AWAY = "is not reachable"
+    LOADING = "is loading its data"
+    BUSY = "is busy with a script"
+    MEMORY = "is out of memory"
+    DISK = "cannot save to its disk and takes no writes"
+    READ_ONLY = "is a read-only replica"
+    REPLICAS = "lacks the replicas without which it takes no writes"
+    MASTER = "is a replica without its master"
+    PASSWORD = "does not accept this user and password"
 
 
 class BusUnavailable(Exception):
-    """Redis is away, loading, out of memory or read-only, for longer than the bus waits."""
+    """Redis does not serve, and did not for as long as the bus is patient. The text says what is wrong with it."""
+
+    def __init__(self, detail: str, trouble: Trouble = Trouble.AWAY) -> None:
+        super().__init__(f"Redis {trouble}: {detail}")
+        self.trouble = trouble
 
 
 class UnfitRedis(Exception):
@@ -65,11 +82,11 @@ class Script:
 def script(name: str, *libraries: str) -> Script:
     """The script `lua/<name>.lua` behind the libraries that it names.
 
-    The `#!lua` line makes Redis refuse the whole script when it is out of memory, where it would else fail at its first write that
-    needs memory: half done. Those of WITHOUT_MEMORY run even then.
+    The `#!lua` line makes Redis refuse a whole script when it is out of memory, where it would else fail at its first write that
+    needs memory: half done. Those that admit nothing run even then: what was admitted must get on and end, or no memory is freed.
     """
     parts = [(LUA / f"{part}.lua").read_text(encoding="utf-8") for part in (*libraries, name)]
-    flags = " flags=allow-oom" if name in WITHOUT_MEMORY else ""
+    flags = "" if name in ADMITTING else " flags=allow-oom"
     source = "\n".join((f"#!lua{flags}", *parts))
     return Script(name, source, hashlib.sha1(source.encode()).hexdigest())
 

@@ -32,7 +32,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from engine.bus.call import Argument, BusUnavailable, Call, Fenced, UnfitRedis
+from engine.bus.call import Argument, BusUnavailable, Call, Fenced, Trouble, UnfitRedis
 from engine.bus.pipeline import Line, open_line
 from engine.bus.resp import pack
 
@@ -49,8 +49,27 @@ PING_INTERVAL = 5.0  # seconds of silence after which a subscription asks whethe
 # Redis is there but cannot serve now. Others (a script's own error, a wrong password) do not get better by waiting.
 _PASSING = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError)
 _LASTING = (AuthenticationError, AuthorizationError)
-# The same, told by the first word of the error: its master or its replicas are missing, disk or memory is full, a script runs on.
-_UNABLE = ("BUSY ", "MASTERDOWN ", "MISCONF ", "NOREPLICAS ", "OOM ")
+_TROUBLES: tuple[tuple[type[Exception], Trouble], ...] = (
+    (BusyLoadingError, Trouble.LOADING),
+    (ReadOnlyError, Trouble.READ_ONLY),
+    (OutOfMemoryError, Trouble.MEMORY),
+    (MasterDownError, Trouble.MASTER),
+    (AuthenticationError, Trouble.PASSWORD),
+    (AuthorizationError, Trouble.PASSWORD),
+    (ConnectionError, Trouble.AWAY),
+    (TimeoutError, Trouble.AWAY),
+    (OSError, Trouble.AWAY),
+)
+# By the first word of an error: redis-py has no class for some, and none for those of a pipeline's commands.
+_TROUBLE_WORDS = {
+    "BUSY": Trouble.BUSY,
+    "LOADING": Trouble.LOADING,
+    "MASTERDOWN": Trouble.MASTER,
+    "MISCONF": Trouble.DISK,
+    "NOREPLICAS": Trouble.REPLICAS,
+    "OOM": Trouble.MEMORY,
+    "READONLY": Trouble.READ_ONLY,
+}
 # It will never serve under this URL: there is no such database (another error is that the user has not the rights).
 _UNFIT = ("DB index is out of range", "SELECT is not allowed")
 _ANNOTATION = " caused error: "  # of redis-py, before the error of a command in a pipeline
@@ -76,15 +95,18 @@ def _translate(error: Exception) -> Exception:
         return Fenced(message)
     if isinstance(error, NoPermissionError) or message.startswith(_UNFIT):
         return UnfitRedis(f"Redis: {message}")
-    return BusUnavailable(message) if _tells_unable(error) else error
+    trouble = _trouble(error)
+    return error if trouble is None else BusUnavailable(message, trouble)
 
 
-def _tells_unable(error: Exception) -> bool:
-    return isinstance(error, OutOfMemoryError | MasterDownError) or _message(error).startswith(_UNABLE)
+def _trouble(error: Exception) -> Trouble | None:
+    """None: the error says nothing of Redis' own state."""
+    word = _message(error).partition(" ")[0]
+    return _TROUBLE_WORDS.get(word) or next((trouble for kind, trouble in _TROUBLES if isinstance(error, kind)), None)
 
 
 def _message(error: Exception) -> str:
-    return str(error).rpartition(_ANNOTATION)[2].lstrip("('")
+    return str(error).rpartition(_ANNOTATION)[2].lstrip("('\"")
 
 
 class _Patience:
@@ -97,7 +119,7 @@ class _Patience:
     def pause(self, error: Exception) -> float:
         """Seconds to wait before the next try; raises BusUnavailable when there is no time for one."""
         if isinstance(error, _LASTING) or time.monotonic() + self._pause > self._deadline:
-            raise BusUnavailable(f"Redis: {str(error) or 'no answer in time'}") from error
+            raise BusUnavailable(_message(error) or "no answer in time", _trouble(error) or Trouble.AWAY) from error
         pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
         return pause
 
@@ -118,7 +140,7 @@ class _Silence:
         """Called after a read that gave nothing. True: ask now; raises BusUnavailable when the answer is overdue."""
         now = time.monotonic()
         if self._asked and now - self._asked >= self._timeout:
-            raise BusUnavailable("Redis: the subscribed connection is silent")
+            raise BusUnavailable("the subscribed connection is silent")
         if self._asked or now - self._since < PING_INTERVAL:
             return False
         self._asked = now
@@ -132,7 +154,7 @@ class _Silence:
 
 def _first_error(answers: list[Any], keep_errors: bool) -> list[Any]:
     for answer in answers:
-        if isinstance(answer, Exception) and (not keep_errors or isinstance(answer, _PASSING) or _tells_unable(answer)):
+        if isinstance(answer, Exception) and (not keep_errors or _trouble(answer) is not None):
             raise answer
     return answers
 
@@ -239,7 +261,7 @@ class Subscription:
                 self._connection.read_response(timeout=timeout)
         except (RedisError, OSError) as error:
             self.close()
-            raise BusUnavailable(f"Redis: {error}") from error
+            raise BusUnavailable(_message(error), _trouble(error) or Trouble.AWAY) from error
         self._silence = _Silence(timeout)
 
     def get(self, timeout: float) -> tuple[str, bytes] | None:
@@ -261,7 +283,7 @@ class Subscription:
             if self._silence.lasts():
                 self._connection.send_command("PING", check_health=False)
         except (RedisError, OSError) as error:
-            raise BusUnavailable(f"Redis: {error}") from error
+            raise BusUnavailable(_message(error), _trouble(error) or Trouble.AWAY) from error
         return None
 
     def close(self) -> None:
@@ -381,7 +403,7 @@ class AsyncSubscription:
                 await self._connection.read_response(timeout=self._timeout)
         except (RedisError, OSError) as error:
             await self.close()
-            raise BusUnavailable(f"Redis: {error}") from error
+            raise BusUnavailable(_message(error), _trouble(error) or Trouble.AWAY) from error
         self._silence = _Silence(self._timeout)
 
     async def get(self, timeout: float | None = None) -> tuple[str, bytes] | None:
@@ -402,7 +424,7 @@ class AsyncSubscription:
             elif self._silence.lasts():
                 await self._connection.send_command("PING", check_health=False)
         except (RedisError, OSError) as error:
-            raise BusUnavailable(f"Redis: {error}") from error
+            raise BusUnavailable(_message(error), _trouble(error) or Trouble.AWAY) from error
         return message
 
     async def close(self) -> None:

@@ -88,10 +88,19 @@ def enqueue(
 
     return Call(
         decode,
-        script=script("enqueue", "ledger"),
+        script=script("enqueue", "ledger", "memory"),
         keys=(*keys.ledger(model), keys.slots(model), keys.slot(model)),
         arguments=tuple(arguments),
     )
+
+
+def accepts(memory_share: float = MEMORY_SHARE) -> Call[Refused | None]:
+    """Whether Redis would take a new request, its model's limits aside; None: it would. Raises BusUnavailable as `enqueue`."""
+
+    def decode(answer: list[Any]) -> Refused | None:
+        return Refused("memory", int(answer[0]), int(answer[1])) if answer else None
+
+    return Call(decode, script=script("accepts", "memory"), arguments=(memory_share,))
 
 
 def _first_fields(request: EngineCoreRequest, facts: RequestFacts, model: str) -> dict[str, Argument]:

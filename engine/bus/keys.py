@@ -46,6 +46,7 @@ def ended(model: str) -> str:
 
 def load(model: str) -> str:
     """Hash of sums: `requests` (choices not ended) and `tokens` (prompt tokens that wait), each also as `<name>:<tenant>`;
+    `waiting` (choices that no engine has taken);
     `client:<incarnation>` (requests not ended that an API server listens for). Sums of nothing are absent."""
     return _of(model, "load")
 

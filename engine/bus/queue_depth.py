@@ -11,20 +11,23 @@ from engine.bus.call import Call
 
 @dataclass(frozen=True)
 class QueueDepth:
-    queued: int  # requests that wait
-    queued_tokens: int  # their prompt tokens
+    """`waiting`: not taken by any engine."""
+
+    waiting: int  # requests
+    waiting_choices: int
+    waiting_tokens: int  # of prompts
     live: int  # requests that wait or run
-    choices: int  # their choices
+    live_choices: int
 
 
 def queue_depth(model: str) -> Call[QueueDepth]:
     def decode(answers: list[Any]) -> QueueDepth:
-        choices, tokens = answers[2]
-        return QueueDepth(int(answers[0]), int(tokens or 0), int(answers[1]), int(choices or 0))
+        waiting_choices, waiting_tokens, live_choices = (int(value or 0) for value in answers[2])
+        return QueueDepth(int(answers[0]), waiting_choices, waiting_tokens, int(answers[1]), live_choices)
 
     commands = (
         ("ZCARD", keys.order(model)),
         ("ZCARD", keys.live(model)),
-        ("HMGET", keys.load(model), "requests", "tokens"),
+        ("HMGET", keys.load(model), "waiting", "tokens", "requests"),
     )
     return Call(decode, commands=commands, transaction=True)

@@ -22,7 +22,7 @@ class RecordView:
 
     id: str
     external_id: str = ""
-    state: str = ""  # "queued" | "running" | "ended"
+    state: str = ""  # "queued" (in Redis) | "waiting" (in an engine; of listings alone) | "running" | "ended"
     reason: str = ""  # of an ended one: FinishReason's name in lower case
     error: str = ""
     entry: str = ""  # id in the requests stream
@@ -100,7 +100,7 @@ def _records(model: str, ids: Sequence[bytes]) -> Call[list[RecordView]]:
 
 
 def _with_progress(model: str, views: list[RecordView]) -> Call[list[RecordView]]:
-    """A record counts output tokens at the end; until then its engine's snapshot does, twice a second."""
+    """A record counts output tokens at the end. Until then its engine's snapshot does, and says what waits there."""
     slots = sorted({view.engine for view in views if view.state == "running"})
 
     def decode(answers: list[Any]) -> list[RecordView]:
@@ -113,7 +113,12 @@ def _with_progress(model: str, views: list[RecordView]) -> Call[list[RecordView]
 def _counted(view: RecordView, engine: EngineInfo | None) -> RecordView:
     if view.state != "running" or engine is None or engine.incarnation != view.incarnation:
         return view
-    return replace(view, output_tokens=engine.progress.get(view.id, view.output_tokens))
+    if view.id in engine.progress:
+        return replace(view, output_tokens=engine.progress[view.id])
+    num_tokens = engine.waiting.get(view.id, 0)
+    if num_tokens or not view.first_token:  # preempted, or not begun; else it has begun since the snapshot
+        return replace(view, state="waiting", output_tokens=num_tokens)
+    return view
 
 
 def _listing(model: str, index: str, limit: int, tenant: str | None) -> Call[list[RecordView]]:

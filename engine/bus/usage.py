@@ -20,7 +20,7 @@ _REASONS = frozenset(map(str, FinishReason))
 
 @dataclass
 class UsageTotals:
-    """Sums of one tenant on one day. Prompt tokens of a request that never ran are not counted."""
+    """Sums of one tenant on one day. The prompt of a request counts when it had a first token."""
 
     requests: int = 0
     prompt_tokens: int = 0

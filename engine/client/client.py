@@ -79,6 +79,7 @@ class AsyncClient:
         self._spawn(self._listen(subscribed), self._tasks)
         await subscribed
         await self.directory.refresh()
+        await self.directory.check_admission()
         self._spawn(self._housekeep(), self._tasks)
 
     async def close(self) -> None:
@@ -173,11 +174,12 @@ class AsyncClient:
             try:
                 await self._bus.run(leases.beat_api(self.incarnation))
                 await self.directory.refresh()
+                await self.directory.check_admission()
                 await self.directory.fail_dead_engines()
                 await self._probe(self._clock())
             except BusUnavailable as error:
-                self.directory.redis_up = False
-                logger.warning("Redis is away: %s", error)
+                self.directory.trouble = error.trouble
+                logger.warning("%s", error)
             except Exception:  # of what one model or request brought; the others go on
                 logger.exception("a round of housekeeping broke off")
             await asyncio.sleep(HOUSEKEEPING_SECONDS)

@@ -6,7 +6,10 @@ import logging
 from dataclasses import dataclass, field
 
 from engine.bus import leases, transitions
+from engine.bus.call import BusUnavailable, Trouble
 from engine.bus.connection import AsyncBus
+from engine.bus.enqueue import accepts
+from engine.bus.queue_depth import QueueDepth, queue_depth
 from engine.protocol import EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -48,7 +51,9 @@ class Directory:
         self.models: dict[str, ModelHandle] = {}  # by served name
         self.engines: list[EngineInfo] = []
         self.known_models: set[str] = set()  # with an engine alive or not
-        self.redis_up = False
+        self.queues: dict[str, QueueDepth] = {}  # by canonical name
+        self.trouble: Trouble | None = Trouble.AWAY  # of Redis; None: it serves
+        self.refusal = ""  # why Redis takes no new requests, where it serves otherwise
         self._bus = bus
 
     async def refresh(self) -> None:
@@ -56,14 +61,24 @@ class Directory:
         self.known_models = set(await self._bus.run(leases.models()))
         served: dict[str, ModelHandle] = {}
         everyone: list[EngineInfo] = []
+        queues: dict[str, QueueDepth] = {}
         for name in sorted(self.known_models):
             engines = await self._bus.run(leases.engines(name))
             everyone += engines
+            queues[name] = await self._bus.run(queue_depth(name))
             if engines:
                 handle = ModelHandle(name, engines[0].tokenizer, engines)
                 for served_name in [name, *(alias for engine in engines for alias in engine.served_names)]:
                     served.setdefault(served_name, handle)
-        self.models, self.engines, self.redis_up = served, everyone, True
+        self.models, self.engines, self.queues, self.trouble = served, everyone, queues, None
+
+    async def check_admission(self) -> None:
+        """See whether Redis would take a new request."""
+        try:
+            refused = await self._bus.run(accepts())
+            self.refusal = f"{refused}." if refused is not None else ""
+        except BusUnavailable as error:
+            self.refusal = f"Redis {error.trouble}."
 
     async def fail_dead_engines(self) -> int:
         """End the requests of engines that had no heartbeat for a whole time to live while Redis was up. Returns how many.

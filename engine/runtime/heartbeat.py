@@ -29,10 +29,13 @@ logger = logging.getLogger(__name__)
 
 LATE_FACTOR = 10.0
 LEAST_PATIENCE_SECONDS = 20.0  # a first step may compile its kernels
+SNAPSHOT_SECONDS = 0.2  # that a beat waits for a new snapshot
+LEAST_INTERVAL = 0.05  # between two beats, however often the engine falls idle
 
 
 class Heartbeat:
-    """The thread that renews the slot. The loop publishes a snapshot whenever `wants_snapshot` says so."""
+    """The thread that renews the slot. The loop publishes a snapshot whenever `wants_snapshot` says so, just before a beat, and
+    when it falls idle. So what was counted is told half a second later at most."""
 
     def __init__(
         self, bus: Bus, core: EngineCore, info: EngineInfo, clock: BusClock, failed: Callable[[BaseException], None]
@@ -44,6 +47,8 @@ class Heartbeat:
         self._clock = clock
         self._failed = failed
         self._stopped = threading.Event()
+        self._published = threading.Event()
+        self._hurry = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._said_late = False
 
@@ -53,6 +58,7 @@ class Heartbeat:
     def stop(self) -> None:
         """Beat no more and give the slot back."""
         self._stopped.set()
+        self._hurry.set()
         if self._thread.ident is not None:
             self._thread.join(2.0)
         try:
@@ -60,17 +66,26 @@ class Heartbeat:
         except (BusUnavailable, Fenced) as error:
             logger.warning("the slot could not be given back, it will expire: %s", error)
 
-    def publish(self, stats: EngineStats, progress: dict[str, int]) -> None:
+    def publish(self, stats: EngineStats, progress: dict[str, int], waiting: dict[str, int]) -> None:
         """Called by the loop: the contents of the next beats."""
-        self.info.stats, self.info.progress = stats, progress
+        self.info.stats, self.info.progress, self.info.waiting = stats, progress, waiting
         self.wants_snapshot = False
+        self._published.set()
+
+    def hurry(self) -> None:
+        """Tell the last snapshot at once."""
+        self._hurry.set()
 
     def _run(self) -> None:
         try:
-            while not self._stopped.wait(BEAT_INTERVAL):
-                if self._makes_progress():
-                    self._beat()
+            while not self._stopped.wait(LEAST_INTERVAL):
+                if not self._hurry.wait(BEAT_INTERVAL - SNAPSHOT_SECONDS - LEAST_INTERVAL):
+                    self._published.clear()
                     self.wants_snapshot = True
+                    self._published.wait(SNAPSHOT_SECONDS)
+                self._hurry.clear()
+                if self._makes_progress() and not self._stopped.is_set():
+                    self._beat()
         except BaseException as error:
             self._failed(error)
 
@@ -80,7 +95,7 @@ class Heartbeat:
             told = self._bus.run(leases.beat(self.info.model, self.info.slot, self.info.incarnation, self.info))
             self._clock.heard(told, asked_at, time.monotonic())
         except BusUnavailable as error:
-            logger.warning("Redis is away, no heartbeat: %s", error)
+            logger.warning("no heartbeat: %s", error)
 
     def _makes_progress(self) -> bool:
         started = self._core.step_started

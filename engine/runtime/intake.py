@@ -114,7 +114,7 @@ class Intake:
         try:
             entries = self._bus.run(call)
         except BusUnavailable as error:
-            logger.warning("Redis is away, nothing is taken: %s", error)
+            logger.warning("no requests are taken: %s", error)
             self._unanswered = call
             return False
         self._unanswered = None
@@ -155,7 +155,7 @@ class Intake:
                 self._bus.run(call)
                 return
             except BusUnavailable as error:
-                logger.warning("Redis is away, an entry waits for its rejection: %s", error)
+                logger.warning("an entry waits for its rejection: %s", error)
 
     def _take_commands(self) -> None:
         last_id = "0"
@@ -174,6 +174,6 @@ class Intake:
                             self._bell.set()
             except BusUnavailable as error:
                 if not is_away:  # told once, not at every try
-                    logger.warning("Redis is away, no commands: %s", error)
+                    logger.warning("no commands are read: %s", error)
                 is_away = True
                 self._stopped.wait(0.1)

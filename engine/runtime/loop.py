@@ -49,7 +49,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """The main loop."""
-        self.heartbeat.publish(self.core.stats(), {})
+        self._publish_snapshot()
         for side in (self.publisher, self.intake, self.heartbeat):
             side.start()
         try:
@@ -61,7 +61,10 @@ class EngineLoop:
                 if self.intake.wants_room and self.core.scheduler.num_free_request_slots > 0:
                     self.intake.ring()
                 if self.heartbeat.wants_snapshot:
-                    self.heartbeat.publish(self.core.stats(), self._progress())
+                    self._publish_snapshot()
+                if outputs is not None and not self.core.has_work:
+                    self._publish_snapshot()
+                    self.heartbeat.hurry()
         except BaseException as error:
             self._end_all(f"The engine stopped: {error}")
             raise
@@ -240,9 +243,14 @@ class EngineLoop:
             return request.output_token_ids
         return self.core.scheduler.output_token_ids(request.request_id, request.choice)
 
-    def _progress(self) -> dict[str, int]:
-        """Output tokens so far of every request held."""
-        return {held.source.request_id: self._num_output_tokens(held) for held in self.held.all()}
+    def _publish_snapshot(self) -> None:
+        """Counters, and output tokens so far of every request held, those that run apart from those that wait."""
+        progress: dict[str, int] = {}
+        waiting: dict[str, int] = {}
+        for held in self.held.all():
+            place = waiting if all(request.status.waits for request in held.choices) else progress
+            place[held.source.request_id] = self._num_output_tokens(held)
+        self.heartbeat.publish(self.core.stats(), progress, waiting)
 
     def _num_output_tokens(self, held: HeldRequest) -> int:
         return sum(map(self.core.scheduler.num_output_tokens, held.choices))

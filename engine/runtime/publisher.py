@@ -117,7 +117,7 @@ class Publisher:
             except BusUnavailable as error:
                 if self._is_closed:
                     return
-                logger.warning("Redis is away, output waits: %s", error)
+                logger.warning("output waits: %s", error)
                 time.sleep(delay)  # Redis gives no sign of its return
                 delay = min(2 * delay, 1.0)
 

@@ -26,6 +26,10 @@ class RequestStatus(enum.IntEnum):
     def finished(self) -> bool:
         return self >= RequestStatus.FINISHED_STOPPED
 
+    @property
+    def waits(self) -> bool:
+        return self in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
 
 _FINISHED_STATUS = {
     FinishReason.STOP: RequestStatus.FINISHED_STOPPED,

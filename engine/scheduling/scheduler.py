@@ -295,17 +295,18 @@ class Scheduler:
         table = self.rows
         if output.failed_rows:
             self._fail(planned, output.failed_rows, now)
-        table.num_written[planned.rows] += planned.num_tokens
+        before, prompts = table.num_written[planned.rows], table.num_prompt[planned.rows]
+        table.num_written[planned.rows] = after = before + planned.num_tokens
         rows, token_ids = self._live_samples(planned, output)
         positions = table.append_tokens(rows, token_ids)
         offsets = positions - table.num_prompt[rows]
         table.last_token_time[rows] = now
         outputs.clients, outputs.handles, outputs.choices = table.clients[rows], table.handles[rows], table.choices[rows]
         outputs.offsets, outputs.token_ids = offsets.astype(np.int32), token_ids
-        self.statistics.counters.generation_tokens += len(rows)
+        self.statistics.step_returned(int((np.minimum(after, prompts) - np.minimum(before, prompts)).sum()), len(rows))
         for row in rows[offsets == 0].tolist():
             request = table.request(row)
-            self.statistics.counters.prompt_tokens += request.num_prompt_tokens
+            self.statistics.first_token(request)
             request.times.first_token = now
             outputs.started.append(request)
         self._publish(planned.rows)

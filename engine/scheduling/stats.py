@@ -20,8 +20,19 @@ class SchedulerStatistics:
         if num_tokens:
             self.counters.steps += 1
             self.counters.scheduled_tokens += num_tokens
+
+    def step_returned(self, num_prompt_tokens: int, num_generated: int) -> None:
+        """A step's size, as vLLM counts it: prompt tokens that it computed and tokens that it generated."""
+        self.counters.generation_tokens += num_generated
+        if num_tokens := num_prompt_tokens + num_generated:
             self.counters.iteration_tokens_sum += num_tokens
             self._iterations[bisect_left(ITERATION_TOKENS_BOUNDS, num_tokens)] += 1
+
+    def first_token(self, request: Request) -> None:
+        """A prompt counts whole, once whatever its number of choices, when its first token is there."""
+        if request.choice == 0:
+            self.counters.prompt_tokens += request.num_prompt_tokens
+            self.counters.prompt_tokens_cached += request.num_cached_tokens
 
     def finished(self, request: Request) -> None:
         counts, reason = self.counters.finished, str(request.finish_reason)

@@ -75,6 +75,26 @@ async def test_redis_away_and_back(server: LiveServer) -> None:
         assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
 
 
+async def test_redis_out_of_memory_is_said_and_what_runs_goes_on(server: LiveServer) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        body = {"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            await until_live(http, 1)
+            with redis.Redis.from_url(server.redis.url) as raw:
+                raw.config_set("maxmemory", 1)
+                down = await until_status(http, "/ready", 503)
+                assert down.json()["error"]["message"] == "Redis is out of memory."
+                refused = await http.post("/v1/completions", json={"prompt": "x"})
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+                assert refused.json()["error"]["message"] == "Redis is out of memory. Try again later."
+                assert (await http.get("/health")).status_code == 200
+                events = sse_events([line async for line in answer.aiter_lines()])  # for longer than a silent server lives
+                assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
+                raw.config_set("maxmemory", 0)
+                await until_status(http, "/ready", 200)
+        assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
+
+
 async def test_an_api_server_that_comes_before_redis(server: LiveServer) -> None:
     """It answers that it is not ready, and is when Redis comes."""
     server.redis.kill()

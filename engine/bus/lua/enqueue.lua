@@ -54,12 +54,8 @@ end
 
 local function check_limits(requests)
   if require_engine == '1' and not engine_lives() then return refused('no_engine', 0, 0, '') end
-  if tonumber(memory_share) > 0 then
-    local info = redis.call('INFO', 'memory')
-    local limit = tonumber(string.match(info, '\nmaxmemory:(%d+)')) * tonumber(memory_share)
-    local used = tonumber(string.match(info, 'used_memory:(%d+)'))
-    if limit > 0 and used > limit then return refused('memory', used, limit, '') end
-  end
+  local used, limit = memory_beyond(memory_share)
+  if used then return refused('memory', used, limit, '') end
   local load = redis.call('HMGET', LOAD, 'requests', 'tokens')
   local choices, tokens = tonumber(load[1] or 0), tonumber(load[2] or 0)
   for _, request in ipairs(requests) do choices = choices + tonumber(request.n) end
@@ -88,7 +84,7 @@ local function add(request)
   redis.call('ZADD', ORDER, request.priority, order_member(entry))
   redis.call('ZADD', LIVE, NOW, request.id)
   add_request(request.tenant, request.client, tonumber(request.n), 1)
-  add_tokens(request.tenant, tonumber(request.prompt_tokens))
+  add_waiting(request.tenant, tonumber(request.n), tonumber(request.prompt_tokens), 1)
   local index = EXTERNAL .. request.external_id
   redis.call('ZADD', index, NOW, request.id)
   trim_external(index)

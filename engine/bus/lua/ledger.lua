@@ -30,9 +30,11 @@ local function add_sum(field, amount)
   if redis.call('HINCRBY', LOAD, field, amount) <= 0 then redis.call('HDEL', LOAD, field) end
 end
 
-local function add_tokens(tenant, amount)
-  add_sum('tokens', amount)
-  add_sum('tokens:' .. tenant, amount)
+-- What waits here. `sign`: 1 for a request that comes to wait, -1 for one that waits no more.
+local function add_waiting(tenant, n, tokens, sign)
+  add_sum('waiting', sign * n)
+  add_sum('tokens', sign * tokens)
+  add_sum('tokens:' .. tenant, sign * tokens)
 end
 
 -- `sign`: 1 for a request that comes, -1 for one that ended.
@@ -65,16 +67,16 @@ local function find_by_entry(entry)
   return nil
 end
 
--- One usage line: who, when, how it ended, and what was computed. Prompt tokens of a request that was never scheduled cost nothing.
+-- One usage line: who, when, how it ended, and its tokens. A prompt counts, whole, when its request had a first token (docs/metrics.md).
 local function add_usage(id)
-  local record = redis.call('HMGET', RECORD .. id, 'tenant', 'reason', 'prompt_tokens', 'cached_tokens', 'output_tokens', 'scheduled')
-  local scheduled = record[6] and tonumber(record[6]) > 0
+  local record = redis.call('HMGET', RECORD .. id, 'tenant', 'reason', 'prompt_tokens', 'cached_tokens', 'output_tokens', 'first_token')
+  local answered = record[6] and tonumber(record[6]) > 0
   redis.call('XADD', USAGE, '*',
     'day', string.format('%d', math.floor(tonumber(NOW) / 86400)),
     'tenant', record[1] or '',
     'reason', record[2] or '',
-    'prompt_tokens', scheduled and record[3] or '0',
-    'cached_tokens', scheduled and record[4] or '0',
+    'prompt_tokens', answered and record[3] or '0',
+    'cached_tokens', answered and record[4] or '0',
     'output_tokens', record[5] or '0')
 end
 
@@ -95,7 +97,7 @@ local function end_request(id, facts, retention)
   if not state or state == 'ended' then return false end
   if state == 'queued' then
     redis.call('ZREM', ORDER, order_member(entry))
-    add_tokens(tenant, -tonumber(record[4]))
+    add_waiting(tenant, tonumber(record[3]), tonumber(record[4]), -1)
   end
   add_request(tenant, record[7], tonumber(record[3]), -1)
   redis.call('XACK', REQUESTS, GROUP, entry)

@@ -49,8 +49,8 @@ local function claim(member)
     return nil
   end
   local id = field_of(claimed[1][2], 'id')
-  local record = redis.call('HMGET', RECORD .. id, 'tenant', 'prompt_tokens', 'enqueued')
-  add_tokens(record[1], -tonumber(record[2]))
+  local record = redis.call('HMGET', RECORD .. id, 'tenant', 'prompt_tokens', 'enqueued', 'n')
+  add_waiting(record[1], tonumber(record[4]), tonumber(record[2]), -1)
   redis.call('HSET', RECORD .. id, 'state', 'running', 'engine', slot, 'incarnation', incarnation, 'received', NOW)
   return {entry, field_of(claimed[1][2], 'payload'), record[3], NOW}
 end

@@ -12,7 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from api.metrics.engines import EngineCollector
-from api.metrics.metrics import TTFT_BUCKETS, Metrics
+from api.metrics.metrics import TTFT_BUCKETS, EndedPrompt, Metrics
+from engine.bus.queue_depth import QueueDepth
 from engine.protocol import ITERATION_TOKENS_BOUNDS, EngineInfo, EngineStats, FinishReason, RequestTimes
 from tests.api.live_server import LiveServer
 
@@ -81,6 +82,13 @@ def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     }
 
 
+def waiting(found: dict[tuple[str, frozenset[tuple[str, str]]], float], model: str) -> float:
+    """As a scaler sums it up: over all engines, and what waits in Redis for any of them."""
+    return sum(
+        value for (name, labels), value in found.items() if name == "vllm:num_requests_waiting" and ("model_name", model) in labels
+    )
+
+
 def test_an_engines_snapshot() -> None:
     buckets = list(range(1, len(ITERATION_TOKENS_BOUNDS) + 2))
     info = engine(
@@ -89,19 +97,24 @@ def test_an_engines_snapshot() -> None:
         num_preempted_waiting=1,
         kv_cache_usage=0.25,
         prompt_tokens=100,
-        prefix_cache_hits=32,
+        prompt_tokens_cached=32,
+        prefix_cache_hits=48,
         iteration_tokens_buckets=buckets,
         iteration_tokens_sum=77,
     )
     metrics = Metrics("vllm")
     metrics.engines = lambda: [info]
+    metrics.queues = lambda: {"m": QueueDepth(80, 84, 4200, 90, 94), "without an engine": QueueDepth(1, 2, 3, 1, 2)}
     found = samples(metrics.render().decode())
     labels = frozenset({("model_name", "served"), ("engine", "3")})
     assert found["vllm:num_requests_running", labels] == 4
     assert found["vllm:kv_cache_usage_perc", labels] == 0.25
     assert found["vllm:prompt_tokens_total", labels] == 100
     assert found["vllm:prompt_tokens_by_source_total", labels | {("source", "local_compute")}] == 68
+    assert found["vllm:prompt_tokens_cached_total", labels] == 32
     assert found["vllm:num_requests_waiting_by_reason", labels | {("reason", "preempted")}] == 1
+    assert waiting(found, "served") == 3 + 84 and waiting(found, "without an engine") == 2
+    assert found["vllm:num_prompt_tokens_queued", frozenset({("model_name", "served")})] == 4200
     assert found["vllm:iteration_tokens_total_count", labels] == buckets[-1]
     assert found["vllm:iteration_tokens_total_sum", labels] == 77
     assert found["vllm:iteration_tokens_total_bucket", labels | {("le", "8.0")}] == 2
@@ -111,7 +124,7 @@ def test_an_engines_snapshot() -> None:
 
 
 def test_an_engine_that_has_not_stepped() -> None:
-    assert list(EngineCollector("x", [engine()]).collect())
+    assert list(EngineCollector("x", [engine()], {}).collect())
 
 
 def test_buckets_are_vllms() -> None:
@@ -124,18 +137,35 @@ def test_buckets_are_vllms() -> None:
 
 def test_durations_come_from_the_requests_marks() -> None:
     metrics = Metrics("headrace")
-    times = RequestTimes(received=10.0, scheduled=12.0, first_token=15.0, last_token=25.0, num_preemptions=2)
-    metrics.prompt_ended(("m", "0"), times, prompt_len=40, num_cached=16, output_lens=[11, 3])
+    times = RequestTimes(enqueued=9.0, received=10.0, scheduled=12.0, first_token=15.0, last_token=25.0, num_preemptions=2)
+    metrics.prompt_ended(("m", "0"), EndedPrompt(40, 16, n=2, max_tokens=20, output_lens=[11, 3], latency=17.0, times=times))
     metrics.choice_ended("m", "0", FinishReason.ABORT)
     metrics.settle()
     found = samples(metrics.render().decode())
     labels = frozenset({("model_name", "m"), ("engine", "0")})
-    for name, expected in {"queue": 2.0, "prefill": 3.0, "decode": 10.0, "inference": 13.0}.items():
+    for name, expected in {"queue": 3.0, "prefill": 3.0, "decode": 10.0, "inference": 13.0}.items():
         assert found[f"headrace:request_{name}_time_seconds_sum", labels] == expected
     assert found["headrace:request_time_per_output_token_seconds_sum", labels] == 1.0
     assert found["headrace:request_prefill_kv_computed_tokens_sum", labels] == 24
     assert found["headrace:request_num_preemptions_sum", labels] == 2
+    assert found["headrace:request_prompt_tokens_sum", labels] == 40
+    assert found["headrace:request_generation_tokens_sum", labels] == 14
+    assert found["headrace:e2e_request_latency_seconds_sum", labels] == 17.0
     assert found["headrace:request_success_total", labels | {("finished_reason", "abort")}] == 1
+
+
+def test_a_prompt_without_a_first_token_does_not_count() -> None:
+    metrics = Metrics("headrace")
+    for times in (None, RequestTimes(), RequestTimes(enqueued=1.0, received=2.0, scheduled=3.0, finished=4.0)):
+        metrics.prompt_ended(("m", "0"), EndedPrompt(40, 0, n=1, max_tokens=20, output_lens=[0], latency=3.0, times=times))
+    scored = RequestTimes(enqueued=1.0, received=2.0, scheduled=3.0, first_token=4.0, last_token=4.0, finished=4.0)
+    metrics.prompt_ended(("m", "0"), EndedPrompt(7, 0, n=1, max_tokens=0, output_lens=[0], latency=3.0, times=scored))
+    metrics.settle()
+    found = samples(metrics.render().decode())
+    labels = frozenset({("model_name", "m"), ("engine", "0")})
+    for name in ("request_prompt_tokens", "request_prefill_kv_computed_tokens"):
+        assert found[f"headrace:{name}_sum", labels] == 7
+    assert found["headrace:e2e_request_latency_seconds_count", labels] == 4
 
 
 def test_everything_is_there_after_requests(null_server: LiveServer) -> None:

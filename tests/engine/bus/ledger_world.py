@@ -242,6 +242,7 @@ def _expected_load(queued: dict[str, dict[str, str]], running: dict[str, dict[st
         load["requests:" + record["tenant"]] += int(record["n"])
         load["client:" + record["client"]] += 1
     for record in queued.values():
+        load["waiting"] += int(record["n"])
         load["tokens"] += int(record["prompt_tokens"])
         load["tokens:" + record["tenant"]] += int(record["prompt_tokens"])
     return {name: value for name, value in load.items() if value}

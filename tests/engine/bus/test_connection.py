@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 
 import pytest
 import redis
 
 import engine.bus.connection
 from engine.bus import control, keys, leases, records, transitions
-from engine.bus.call import BusUnavailable, Call, script
+from engine.bus.call import BusUnavailable, Call, Trouble, script
 from engine.bus.connection import AsyncBus, Bus
+from engine.bus.enqueue import accepts
 from engine.bus.queue_depth import QueueDepth, queue_depth
 from engine.bus.tokenizers import get_tokenizer, put_tokenizer
 from engine.protocol import Abort, TokenizerBundle
@@ -57,7 +59,7 @@ def test_scripts_are_loaded_where_redis_has_forgotten_them(redis_url: str) -> No
         world.enqueue(world.request())
         world.raw.script_flush()
         world.enqueue(world.request())
-        assert world.raw.script_exists(script("enqueue", "ledger").sha) == [True]
+        assert world.raw.script_exists(script("enqueue", "ledger", "memory").sha) == [True]
         assert len(world.entries()) == 2
 
 
@@ -122,43 +124,51 @@ def test_a_wrong_password_is_said_at_once(own_server: RedisServer) -> None:
         assert bus.run(get("h")) is None
 
 
-def test_out_of_memory_and_read_only_are_away(own_server: RedisServer) -> None:
-    with redis.Redis.from_url(own_server.url) as raw, Bus(own_server.url, patience=0.1) as bus:
-        raw.config_set("maxmemory", 1)
-        with pytest.raises(BusUnavailable, match="maxmemory"):
-            bus.run(put("h"))
-        raw.config_set("maxmemory", 0)
-        raw.replicaof("127.0.0.1", "1")
-        with pytest.raises(BusUnavailable):
-            bus.run(put("h"))
-        raw.replicaof("NO", "ONE")
-        bus.run(put("h"))
+async def expect(trouble: Trouble, bus: Bus, abus: AsyncBus) -> None:
+    """Whatever is called: a script, a plain command, a transaction; each says what is wrong."""
+    for call in (accepts(0), put("h"), leases.release_api("nobody")):
+        if trouble is Trouble.MEMORY and call.transaction:
+            continue  # it deletes
+        for error in (await failure(asyncio.to_thread(bus.run, call)), await failure(abus.run(call))):
+            assert error.trouble is trouble and str(error).startswith(f"Redis {trouble}: ")
 
 
-async def expect_away(bus: Bus, abus: AsyncBus, match: str) -> None:
-    """Whatever is called: a script, a plain command, a transaction."""
-    for call in (transitions.finish(MODEL, "nobody", Abort("nobody")), put("h"), leases.release_api("nobody")):
-        with pytest.raises(BusUnavailable, match=match):
-            bus.run(call)
-        with pytest.raises(BusUnavailable, match=match):
-            await abus.run(call)
+async def failure(running: Awaitable[object]) -> BusUnavailable:
+    with pytest.raises(BusUnavailable) as failed:
+        await running
+    return failed.value
 
 
-async def test_a_redis_that_may_not_or_cannot_serve_now_is_away(own_server: RedisServer) -> None:
+async def test_what_keeps_a_redis_from_serving_is_said_as_it_is(own_server: RedisServer) -> None:
     with redis.Redis.from_url(own_server.url) as raw, Bus(own_server.url, patience=0.1) as bus:
         async with AsyncBus(own_server.url, patience=0.1) as abus:
+            assert bus.run(accepts()) is None
+            raw.config_set("maxmemory", 1)
+            await expect(Trouble.MEMORY, bus, abus)
+            raw.config_set("maxmemory", 0)
             raw.config_set("min-replicas-to-write", 1)
-            await expect_away(bus, abus, "replicas")
+            await expect(Trouble.REPLICAS, bus, abus)
             raw.config_set("min-replicas-to-write", 0)
-            raw.config_set("replica-serve-stale-data", "no")
+            fail_to_save(raw, own_server)
+            await expect(Trouble.DISK, bus, abus)
+            raw.config_set("stop-writes-on-bgsave-error", "no")
+            raw.config_set("save", "")  # or it would not stop
             raw.replicaof("127.0.0.1", "1")
-            with pytest.raises(BusUnavailable, match="MASTER"):
-                bus.run(get("h"))
-            with pytest.raises(BusUnavailable, match="MASTER"):
-                await abus.run(get("h"))
+            await expect(Trouble.READ_ONLY, bus, abus)
+            raw.config_set("replica-serve-stale-data", "no")
+            for error in (await failure(asyncio.to_thread(bus.run, get("h"))), await failure(abus.run(get("h")))):
+                assert error.trouble is Trouble.MASTER
             raw.replicaof("NO", "ONE")
             bus.run(put("h"))
             assert await abus.run(get("h")) == BUNDLE
+
+
+def fail_to_save(raw: redis.Redis, server: RedisServer) -> None:
+    """Its directory is gone."""
+    shutil.rmtree(server.folder)
+    raw.config_set("save", "3600 1")
+    raw.bgsave()
+    wait_for(lambda: raw.info("persistence")["rdb_last_bgsave_status"] == "err", "a failed save")
 
 
 def is_busy(raw: redis.Redis) -> bool:
@@ -181,9 +191,9 @@ async def test_a_redis_that_is_busy_with_somebodys_script_is_away(own_server: Re
             endless = asyncio.get_running_loop().run_in_executor(None, somebody.eval, "while true do end", 0)
             wait_for(lambda: is_busy(raw), "the endless script")
             try:
-                await expect_away(bus, abus, "BUSY")
-                with pytest.raises(BusUnavailable, match="BUSY"):
-                    await abus.run(leases.dead_engines(MODEL))  # which tells other errors from each other itself
+                await expect(Trouble.BUSY, bus, abus)
+                observed = await failure(abus.run(leases.dead_engines(MODEL)))  # which tells other errors from each other itself
+                assert observed.trouble is Trouble.BUSY
             finally:
                 raw.script_kill()
             with pytest.raises(redis.ResponseError, match="killed"):
@@ -231,7 +241,7 @@ async def test_cancelled_calls_leave_no_answer_behind_for_others(redis_url: str)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert await bus.run(queue_depth(MODEL)) == QueueDepth(0, 0, 0, 0)
+            assert await bus.run(queue_depth(MODEL)) == QueueDepth(0, 0, 0, 0, 0)
 
 
 def test_a_blocking_read_waits_longer_than_the_timeout(redis_url: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from engine.bus import keys, records
 from engine.bus.connection import Bus
-from engine.bus.enqueue import AdmissionLimits, Enqueued, Refused, RequestFacts, enqueue
+from engine.bus.enqueue import AdmissionLimits, Enqueued, Refused, RequestFacts, accepts, enqueue
 from engine.bus.queue_depth import queue_depth
 from engine.protocol import decode_request
 from tests.engine.bus.ledger_world import CLIENT, World
@@ -146,6 +146,8 @@ def test_memory_is_refused_before_redis_is_full(world: World) -> None:
         refused = refusal(world.enqueue(world.request()))
         assert refused.reason == "memory"
         assert refused.value > refused.limit > 0
+        told = world.bus.run(accepts())
+        assert told is not None and (told.reason, told.limit) == ("memory", refused.limit)
     finally:
         world.raw.config_set("maxmemory", 0)
     assert isinstance(world.enqueue(world.request()), Enqueued)

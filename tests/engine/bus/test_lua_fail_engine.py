@@ -28,7 +28,7 @@ def test_everything_in_flight_ends_with_the_error(world: World) -> None:
     world.enqueue(*requests)
     engine = world.engine()
     world.take(engine, 2)
-    world.bus.run(world.flush_call(engine, started=[("a", {"scheduled": "1.5"})]))
+    world.bus.run(world.flush_call(engine, started=[("a", {"scheduled": "1.5", "first_token": "1.6"})]))
     world.crash(engine)
     with Listener(world) as listener:
         assert world.fail_engine(engine) == 2
@@ -36,7 +36,7 @@ def test_everything_in_flight_ends_with_the_error(world: World) -> None:
     assert ended == {(request.request_id, request.handle, FinishReason.ERROR, "it died") for request in requests[:2]}
     assert [world.record(name).state for name in "abc"] == ["ended", "ended", "queued"]
     assert (world.record("a").reason, world.record("a").error) == ("error", "it died")
-    assert {line["prompt_tokens"] for line in world.usage_lines()} == {"9", "0"}, "only what was scheduled costs"
+    assert {line["prompt_tokens"] for line in world.usage_lines()} == {"9", "0"}, "only what was answered costs"
     assert world.fail_engine(engine) == 0
     world.check_integrity()
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from engine.bus import keys, leases, records, transitions
-from engine.bus.call import BusUnavailable, Fenced
+from engine.bus.call import BusUnavailable, Fenced, Trouble
 from engine.bus.connection import Bus
+from engine.bus.enqueue import AdmissionLimits
 from engine.bus.queue_depth import QueueDepth, queue_depth
 from engine.protocol import Abort, ControlReply, EngineCoreOutputs, FinishReason, encode
 from tests.engine.bus.ledger_world import CLIENT, Engine, Listener, World
@@ -182,21 +183,21 @@ def test_without_memory_engines_stay_alive_and_requests_can_end(world: World) ->
     world.check_integrity()
 
 
-def test_out_of_memory_leaves_everything_as_it_was(world: World) -> None:
-    world.enqueue(world.request("a"))
+def test_without_memory_what_was_admitted_gets_on_and_ends(world: World) -> None:
+    for name in ("a", "b"):
+        world.enqueue(world.request(name))
     engine = world.engine()
-    world.take(engine)
-    call = world.flush_call(engine, ["a"], messages=[(CLIENT, outputs(engine, 1))])
     world.raw.config_set("maxmemory", 1)
     try:
-        with pytest.raises(BusUnavailable):
-            world.bus.run(call)
+        with pytest.raises(BusUnavailable) as refusal:
+            world.enqueue(world.request("c"), limits=AdmissionLimits(require_engine=False, memory_share=0))
+        assert refusal.value.trouble == Trouble.MEMORY
+        assert world.take(engine) == ["a"]
+        assert world.bus.run(world.flush_call(engine, ["a"], messages=[(CLIENT, outputs(engine, 1))])) == 1
     finally:
         world.raw.config_set("maxmemory", 0)
-    assert world.record("a").state == "running"
-    assert journal(world, engine) == []
-    world.check_integrity()
-    assert world.bus.run(call) == 1
+    assert (world.record("a").state, world.record("b").state) == ("ended", "queued")
+    assert len(journal(world, engine)) == 1
     world.check_integrity()
 
 
@@ -207,5 +208,5 @@ def test_a_step_of_a_thousand_ends(world: World) -> None:
     world.take(engine, 1024)
     assert len(engine.running) == 1024
     world.end(engine, *engine.running)
-    assert world.bus.run(queue_depth(world.model)) == QueueDepth(0, 0, 0, 0)
+    assert world.bus.run(queue_depth(world.model)) == QueueDepth(0, 0, 0, 0, 0)
     world.check_integrity()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from engine.bus import control, keys, records
+from engine.bus import control, keys, leases, records
 from engine.bus.control import ControlBatch
 from engine.bus.enqueue import Refused
 from engine.bus.queue_depth import QueueDepth, queue_depth
@@ -33,7 +33,7 @@ def test_listings_are_bounded_and_newest_first(world: World) -> None:
     assert [view.id for view in world.bus.run(records.live_requests(world.model))] == ["q5", "q4", "q3", "q1"]
     assert [view.id for view in world.bus.run(records.live_requests(world.model, limit=2))] == ["q5", "q4"]
     assert [view.id for view in world.bus.run(records.ended_requests(world.model))] == ["q0", "q2"]
-    assert [view.state for view in world.bus.run(records.live_requests(world.model))] == ["queued", "queued", "running", "running"]
+    assert [view.state for view in world.bus.run(records.live_requests(world.model))] == ["queued", "queued", "waiting", "waiting"]
     assert world.bus.run(records.live_requests("nobody")) == []
 
 
@@ -113,6 +113,29 @@ def test_commands_to_another_incarnation_or_of_another_version_are_left_aside(wo
     assert world.raw.pttl(stream) > 0
 
 
+def test_what_waits_in_an_engine_is_told_from_what_runs(world: World) -> None:
+    """By the engine's last word, which may be older than what the record says, or than the request."""
+    engine = world.engine()
+    for name in ("in redis", "just taken", "preempted", "begun since", "waits", "runs"):
+        world.enqueue(world.request(name, priority=1 if name == "in redis" else 0))
+    world.take(engine, 5)
+    (info,) = world.bus.run(leases.engines(world.model))
+    info.progress, info.waiting = {"runs": 5}, {"preempted": 3, "begun since": 0, "waits": 0}
+    world.bus.run(leases.beat(world.model, engine.slot, engine.incarnation, info))
+    begun = {"scheduled": "1.0", "first_token": "2.0"}
+    world.bus.run(world.flush_call(engine, started=[(name, begun) for name in ("preempted", "begun since", "runs")]))
+    listed = {view.id: (view.state, view.output_tokens) for view in world.bus.run(records.live_requests(world.model))}
+    assert listed == {
+        "in redis": ("queued", 0),
+        "just taken": ("waiting", 0),
+        "waits": ("waiting", 0),
+        "preempted": ("waiting", 3),
+        "begun since": ("running", 0),
+        "runs": ("running", 5),
+    }
+    assert [view.state for view in world.bus.run(records.find(world.model, "waits"))] == ["waiting"]
+
+
 def test_a_tokenizer_is_found_by_its_hash(world: World) -> None:
     bundle = TokenizerBundle("{...}", "{{ messages }}", "<s>", "</s>", [2], {"temperature": 0.6})
     world.bus.run(put_tokenizer(world.model, "hash", bundle))
@@ -122,8 +145,9 @@ def test_a_tokenizer_is_found_by_its_hash(world: World) -> None:
 
 def test_the_depth_of_the_queue(world: World) -> None:
     world.enqueue(world.request(tokens=5, n=2), world.request(tokens=7), world.request(tokens=11))
+    assert world.bus.run(queue_depth(world.model)) == QueueDepth(3, 4, 23, live=3, live_choices=4)
     world.take(world.engine())
-    assert world.bus.run(queue_depth(world.model)) == QueueDepth(queued=2, queued_tokens=18, live=3, choices=4)
+    assert world.bus.run(queue_depth(world.model)) == QueueDepth(2, 2, 18, live=3, live_choices=4)
 
 
 def test_a_refusal_says_its_numbers() -> None:

@@ -138,5 +138,5 @@ def test_any_interleaving_leaves_the_ledger_whole(each_redis_url: str, seed: int
         for name in world.queued():
             world.finish(name)
         world.check_integrity()
-        assert world.bus.run(queue_depth(world.model)) == QueueDepth(0, 0, 0, 0)
+        assert world.bus.run(queue_depth(world.model)) == QueueDepth(0, 0, 0, 0, 0)
         assert all(world.record(name).state == "ended" for name in walk.known)

@@ -461,12 +461,41 @@ def test_statistics() -> None:
     engine.drain()
     stats = engine.scheduler.stats()
     assert (stats.prompt_tokens, stats.generation_tokens, stats.finished) == (24, 4, {"length": 2})
-    assert stats.scheduled_tokens == stats.iteration_tokens_sum == 20 + 4 + 2
-    assert stats.iteration_tokens_buckets == [2, 3, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4] and stats.steps == 4
+    assert stats.scheduled_tokens == 20 + 4 + 2 and stats.iteration_tokens_sum == 20 + 4 + 4
+    assert stats.iteration_tokens_buckets == [2, 2, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4] and stats.steps == 4
     engine.add(make_request("c", 4))
     engine.scheduler.finish("c", -1, FinishReason.ABORT)
     engine.drain()
     assert engine.scheduler.stats().finished == {"length": 2, "abort": 1} and stats.finished == {"length": 2}
+
+
+def test_a_step_s_size_is_prompt_tokens_computed_and_tokens_generated() -> None:
+    engine = Engine(budget=64)
+    engine.add(*(make_request(name, 6, max_tokens=10) for name in "abc"))
+    engine.drain()
+    assert engine.scheduler.stats().iteration_tokens_sum == 3 * (6 + 10)
+
+
+def test_a_prompt_counts_once_and_when_its_first_token_is_there() -> None:
+    engine = Engine(budget=16)
+    engine.add(*(make_request("choices", 6, max_tokens=2, choice=choice) for choice in range(3)))
+    engine.add(make_request("ended while it waits", 30), make_request("ended in its prompt", 30, priority=-1))
+    engine.scheduler.finish("ended while it waits", -1, FinishReason.ABORT)
+    engine.step()
+    engine.step()
+    engine.scheduler.finish("ended in its prompt", -1, FinishReason.ABORT)
+    engine.drain()
+    assert engine.scheduler.stats().prompt_tokens == 6
+
+
+def test_what_the_prefix_cache_answered_counts_with_the_prompt() -> None:
+    engine = Engine(budget=64)
+    engine.add(make_request("first", range(33), max_tokens=1))
+    engine.drain()
+    engine.add(make_request("again", range(33), max_tokens=1))
+    engine.drain()
+    stats = engine.scheduler.stats()
+    assert (stats.prompt_tokens, stats.prompt_tokens_cached) == (66, 32) and stats.iteration_tokens_sum == 33 + 1 + 1 + 1
 
 
 def test_times() -> None:

@@ -411,7 +411,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(story.ended for story in self.stories.values())
         stats = self.scheduler.stats()
         assert sum(stats.finished.values()) == len(self.stories)
-        assert stats.scheduled_tokens == self.worker.num_computed_tokens == stats.iteration_tokens_sum
+        assert stats.scheduled_tokens == self.worker.num_computed_tokens
+        assert stats.iteration_tokens_sum == self.worker.num_computed_prompt_tokens + stats.generation_tokens
         assert stats.generation_tokens == sum(len(story.received) for story in self.stories.values())
         assert self.scheduler.reset_prefix_cache()
         self.scheduler.check_integrity()

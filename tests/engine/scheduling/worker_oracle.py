@@ -90,6 +90,7 @@ class WorkerOracle:
         self.failing: set[int] = set()  # rows that fail in the next step that computes them
         self.last_step = 0
         self.num_computed_tokens = 0
+        self.num_computed_prompt_tokens = 0
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         assert plan.step > self.last_step
@@ -149,6 +150,7 @@ class WorkerOracle:
                     assert other.digests[theirs] == row.digests[position], f"a slot of block {block} is written under another row"
             self.slots[block, offset] = row.digests[position]
         self.num_computed_tokens += count
+        self.num_computed_prompt_tokens += max(0, min(end, row.num_prompt) - row.num_computed)
 
     def _read(self, number: int, count: int) -> bool:
         """Whether all that the row reads is its own past; False where it shares what a failed row wrote."""
