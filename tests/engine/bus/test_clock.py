@@ -15,7 +15,7 @@ from engine.client.client import AsyncClient
 from ops.tables import duration
 from tests.engine.bus.ledger_world import World
 from tests.engine.conftest import MODEL, RunningEngine
-from tests.engine.runtime.test_loop import add, collect, make_request
+from tests.engine.runtime.test_loop import add, make_request
 
 HOUR = 3600.0
 MARKS = ("enqueued", "received", "scheduled", "first_token", "last_token", "finished")
@@ -65,8 +65,8 @@ async def test_every_time_of_a_request_is_of_one_clock(
 ) -> None:
     before = true_time()
     engine = start_engine()
-    (stream,) = await add(client, request := make_request(client))
-    _, (end,) = await collect(stream)
+    (follower,) = await add(client, request := make_request(client))
+    _, (end,) = await follower.whole()
     (record,) = engine.bus.run(records.ended_requests(MODEL))
     after = true_time()
     assert record.id == request.request_id
