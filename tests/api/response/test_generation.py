@@ -103,7 +103,7 @@ def test_each_choice_ends_once_and_so_does_the_whole(
     }
     generation.close()
     generation.close()
-    assert told.counted == ["opened", "first", *[FinishReason.LENGTH] * 4, "closed"]
+    assert told.counted == ["opened", *["first", FinishReason.LENGTH] * 4, "closed"]
     assert not told.num_aborts
 
 
@@ -211,4 +211,4 @@ def test_gaps_are_between_the_tokens_of_one_choice(make: Callable[..., Generatio
     for _ in range(2):
         for choice in range(3):
             run.take_token(choice, 5, None)
-    assert told.counted == ["opened", "first"] and len(told.gaps) == 3
+    assert told.counted == ["opened", "first", "first", "first"] and len(told.gaps) == 3
