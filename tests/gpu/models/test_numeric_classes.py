@@ -44,6 +44,20 @@ def make_class(model, kv_cache_dtype="auto", **numerics):
     return make_runner(config)
 
 
+@pytest.fixture(scope="module")
+def runner_of(smollm2_gguf):
+    """The runner of a class, loaded once for all tests."""
+    runners = {}
+
+    def of(numerics):
+        name = tuple(numerics.values())
+        if name not in runners:
+            runners[name] = make_class(smollm2_gguf, **numerics)
+        return runners[name]
+
+    return of
+
+
 def windows_of(text, num_tokens):
     return [text[i : i + WINDOW] for i in range(0, num_tokens, WINDOW)]
 
@@ -80,30 +94,30 @@ def test_float16_equals_transformers_on_the_rounded_weights(smollm2_gguf, smollm
 
 
 @pytest.mark.parametrize(("numerics", "loss"), [(FLOAT16, 1e-3), (BFLOAT16, 2e-3)], ids=["float16", "bfloat16"])
-def test_perplexity_of_16_bits(smollm2_gguf, windows, float32, numerics, loss):
+def test_perplexity_of_16_bits(smollm2_gguf, runner_of, windows, float32, numerics, loss):
     wide = score(make_class(smollm2_gguf, "float32", **numerics), windows)
     assert perplexity(wide) == pytest.approx(perplexity(float32), rel=loss)
-    assert perplexity(score(make_class(smollm2_gguf, **numerics), windows)) == pytest.approx(perplexity(wide), rel=1e-3)
+    assert perplexity(score(runner_of(numerics), windows)) == pytest.approx(perplexity(wide), rel=1e-3)
 
 
 @pytest.mark.parametrize("numerics", [INT8, GGUF], ids=["int8", "gguf"])
-def test_perplexity_of_small_integers(smollm2_gguf, windows, float32, numerics):
-    logprobs = score(make_class(smollm2_gguf, **numerics), windows)
+def test_perplexity_of_small_integers(runner_of, windows, float32, numerics):
+    logprobs = score(runner_of(numerics), windows)
     assert perplexity(logprobs) < 1.01 * perplexity(float32)
 
 
 @pytest.mark.parametrize("numerics", [FLOAT16, BFLOAT16, INT8, GGUF], ids=["float16", "bfloat16", "int8", "gguf"])
-def test_compiled_layers_compute_the_same_bits(smollm2_gguf, windows, numerics):
-    runner = make_class(smollm2_gguf, **numerics)
+def test_compiled_layers_compute_the_same_bits(runner_of, windows, numerics, monkeypatch):
+    runner = runner_of(numerics)
     compiled = score(runner, windows[:1])
     assert runner.model.compiled is not None
-    runner.model.compiled = None
+    monkeypatch.setattr(runner.model, "compiled", None)
     assert score(runner, windows[:1]).tobytes() == compiled.tobytes()
 
 
 @pytest.mark.parametrize("numerics", [FLOAT16, BFLOAT16, INT8, GGUF], ids=["float16", "bfloat16", "int8", "gguf"])
-def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_chunks(smollm2_gguf, text, numerics):
-    runner = make_class(smollm2_gguf, **numerics)
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_chunks(runner_of, text, numerics):
+    runner = runner_of(numerics)
     prompts = [text[100 * i : 100 * i + 20 + 5 * i] for i in range(16)]
 
     def logprobs(rows, chunk):
