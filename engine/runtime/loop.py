@@ -19,6 +19,7 @@ from engine.runtime.core import EngineCore
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.inflight import HeldRequest, HeldRequests, output_logprobs, output_prompt_logprobs
 from engine.runtime.intake import Arrival, Intake
+from engine.runtime.kv_pressure import KVPressure
 from engine.runtime.publisher import Publisher, StepEvents
 from engine.runtime.utility_calls import run_utility
 from engine.scheduling.request import Request
@@ -43,6 +44,7 @@ class EngineLoop:
         self._deadline = math.inf  # monotonic
         self._failure: BaseException | None = None
         self.profile: cProfile.Profile | None = None
+        self._pressure = KVPressure(core.limits)
 
     def attach(self, intake: Intake, publisher: Publisher, heartbeat: Heartbeat) -> None:
         self.intake, self.publisher, self.heartbeat = intake, publisher, heartbeat
@@ -250,7 +252,9 @@ class EngineLoop:
         for held in self.held.all():
             place = waiting if all(request.status.waits for request in held.choices) else progress
             place[held.source.request_id] = self._num_output_tokens(held)
-        self.heartbeat.publish(self.core.stats(), progress, waiting)
+        stats = self.core.stats()
+        self._pressure.look(stats, time.monotonic())
+        self.heartbeat.publish(stats, progress, waiting)
 
     def _num_output_tokens(self, held: HeldRequest) -> int:
         return sum(map(self.core.scheduler.num_output_tokens, held.choices))
