@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.types import Receive, Scope, Send
-from uvicorn.server import ServerState
 
-from api.http.protocol import MAX_HEADER, Connection
+from api.http.protocol import MAX_HEADER
 from api.http.response_writer import response_writer
+from tests.api.http.listening import listening
 
 PATIENCE = 0.3  # seconds that the server under test waits for a client
 H2C = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
@@ -62,16 +60,8 @@ def app() -> App:
 
 @pytest.fixture
 async def port(app: App) -> AsyncIterator[int]:
-    config = uvicorn.Config(app, ws="none", log_config=None, access_log=False, timeout_keep_alive=1)
-    config.load()
-    state = ServerState()
-    protocol = partial(Connection, request_timeout=PATIENCE, config=config, server_state=state, app_state={})
-    server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
-    yield server.sockets[0].getsockname()[1]
-    server.close()
-    for connection in list(state.connections):
-        connection.transport.close()
-    await asyncio.gather(*state.tasks)
+    async with listening(app, PATIENCE) as port:
+        yield port
 
 
 class Socket:
