@@ -15,6 +15,7 @@ import pytest
 
 from tests.ops.extremes import NOTHING_TO_SAMPLE, Extreme, Extremes
 from tests.ops.serving import Serving, serving
+from tests.waiting import wait_for_async
 
 AT_ONCE = 24
 LONGEST_SECONDS = 60.0  # that any one request may take
@@ -82,21 +83,20 @@ class Fuzz:
 
     async def _settled(self, http: httpx.AsyncClient) -> None:
         """Nothing is left running, and all KV blocks are free."""
-        deadline = time.monotonic() + SETTLE_SECONDS
-        while True:
-            listed = (await http.get("/v1/requests")).json()["data"]
-            metrics = (await http.get("/metrics")).text
-            used = [
-                line
-                for line in metrics.splitlines()
-                if line.startswith(("vllm:kv_cache_usage_perc", "vllm:num_requests_")) and not line.endswith(" 0.0")
-            ]
-            if not listed and not used:
-                return
-            if time.monotonic() > deadline:
-                self.faults.append(f"left over: {listed[:3]} {used}")
-                return
-            await asyncio.sleep(0.1)  # the engine's snapshot comes twice a second
+        used: list[str] = []
+
+        async def nothing_is_left() -> bool:
+            nonlocal used
+            listed = [json.dumps(request) for request in (await http.get("/v1/requests")).json()["data"]]
+            lines = (await http.get("/metrics")).text.splitlines()
+            gauges = ("vllm:kv_cache_usage_perc", "vllm:num_requests_")
+            used = listed + [line for line in lines if line.startswith(gauges) and not line.endswith(" 0.0")]
+            return not used
+
+        try:
+            await wait_for_async(nothing_is_left, lambda: f"nothing is left: {used[:5]}", SETTLE_SECONDS, pause=0.1)
+        except AssertionError as error:  # told beside the other faults
+            self.faults.append(str(error))
 
 
 async def check(model: Path, data_dir: Path, seed: int, seconds: float) -> None:
