@@ -45,6 +45,7 @@ class Driver:
         started = time.perf_counter()
         output = self.runner.execute(plan)
         seconds = time.perf_counter() - started
+        self.runner.rest()
         if output.failed_rows:
             raise AssertionError(f"rows failed: {output.failed_rows}")
         return seconds

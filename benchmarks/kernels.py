@@ -22,7 +22,7 @@ import torch
 from benchmarks.device_timing import Roofline, Timer, measure_roofline
 from benchmarks.kernel_cases import LLAMA_8B, ODD, SMOLLM2_135M, Case, checks, cpu_products, timings
 from benchmarks.text_table import text_table
-from kernels.cpu import threads
+from kernels.cpu.crew import Crew
 
 HEADER = ("operation", "case", "type", "us", "GB/s", "GFLOP/s", "of bound", "torch", "us")
 
@@ -116,14 +116,14 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=0.2, help="seconds for the runs of one case")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    threads.set_num_threads(options.threads)
     torch.manual_seed(0)
     timer = Timer(torch.device(options.device), options.budget)
     roofline = measure_device(timer)
     print(describe_roofline(roofline), flush=True)
     cases = cpu_timings() if options.device == "cpu" else gpu_timings(has_float8())
     chosen = (case for case in cases if not options.operations or case.operation in options.operations)
-    print(text_table(HEADER, [timed.row() for timed in time_cases(chosen, timer, roofline)]))
+    with Crew(options.threads).gather(options.threads):
+        print(text_table(HEADER, [timed.row() for timed in time_cases(chosen, timer, roofline)]))
 
 
 if __name__ == "__main__":

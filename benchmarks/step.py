@@ -27,7 +27,6 @@ from benchmarks.rates import count_bytes, measure_bandwidth, measure_rate
 from gpu.checkpoint.weights import open_checkpoint
 from gpu.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
 from gpu.machine import available_cores
-from kernels.cpu import threads
 
 BLOCK_SIZE = 16
 CONTEXT = 200
@@ -58,8 +57,7 @@ class Model(Driver):
 
     def machine(self, num_rows: int, bandwidth: float, shared_bandwidth: float) -> Machine:
         """What the model's threads can do together: the rate is that of one of them, with products of so many rows."""
-        for set_num_threads in (torch.set_num_threads, threads.set_num_threads):
-            set_num_threads(1)  # more than two are left inside operations
+        torch.set_num_threads(1)  # more than two are left inside operations
         rate = measure_rate(self.runner, num_rows)
         return Machine({num_rows: rate}, bandwidth, shared_bandwidth, min(self.threads, available_cores()))
 

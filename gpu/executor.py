@@ -147,6 +147,7 @@ class UniProcExecutor(Executor):
         runner = self._started_runner()
         with self._failing(f"in step {plan.step}"):
             self._outputs.append(runner.execute(plan))
+            runner.rest()
 
     def collect(self) -> ModelRunnerOutput:
         self.check_health()

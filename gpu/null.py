@@ -131,6 +131,9 @@ class NullRunner:
             rows, token_ids = rows[kept], token_ids[kept]
         return ModelRunnerOutput(plan.step, rows, token_ids, logprobs, prompt_logprobs, failed_rows, time.perf_counter() - started)
 
+    def rest(self) -> None:
+        pass
+
     def _fails_while(self, phase: str) -> bool:
         return self.settings.fail_while == phase and self.settings.fail_rank == self.rank
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import msgspec
@@ -24,6 +24,7 @@ from gpu.config import Capacity, WorkerConfig
 from gpu.errors import CheckpointError, UnsupportedConfiguration
 from gpu.plan import ModelRunnerOutput, SchedulerOutput, decode_plan, encode
 
+REST_SECONDS = 0.02  # without a step, after which the runner rests
 EXIT_SECONDS = 30.0  # how long a worker may outlive its executor's end of the channel, busy with a step or not
 
 logger = logging.getLogger("gpu.worker")
@@ -91,6 +92,7 @@ class Runner(Protocol):
     def capacity(self) -> Capacity: ...
     def allocate_kv(self, num_blocks: int, max_model_len: int) -> None: ...
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput: ...
+    def rest(self) -> None: ...
 
 
 def make_runner(config: WorkerConfig, rank: int, init_method: str) -> Runner:
@@ -154,13 +156,14 @@ class Worker:
         self._told_to_stop = threading.Event()
         self._runner: Runner | None = None
         self._doing = "while loading"
+        self._busy = False  # with steps
 
     def run(self) -> int:
         """Obeys until told to stop or until something fails; the process's exit status."""
         logging.getLogger().addHandler(_ReportHandler(self))
         threading.Thread(target=self._receive, name="commands", daemon=True).start()
         try:
-            while (command := self._inbox.get()) is not None and not self._told_to_stop.is_set():
+            while (command := self._next()) is not None and not self._told_to_stop.is_set():
                 self._obey(command)
         except Exception as error:
             if self._told_to_stop.is_set():
@@ -173,6 +176,17 @@ class Worker:
         leave_group()
         return 0
 
+    def _next(self) -> Command | None:
+        """The next command; the runner rests when none comes for a while."""
+        if self._busy:
+            try:
+                return self._inbox.get(timeout=REST_SECONDS)
+            except Empty:
+                self._busy = False
+                assert self._runner is not None
+                self._runner.rest()
+        return self._inbox.get()
+
     def report(self, report: Report) -> None:
         payload = encode_report(report)
         with self._report_lock:
@@ -184,6 +198,7 @@ class Worker:
             return
         assert self._runner is not None, "Load is the first command"
         if isinstance(command, Execute):
+            self._busy = True
             plan = decode_plan(command.plan)
             self._doing = f"in step {plan.step}"
             output = self._runner.execute(plan)

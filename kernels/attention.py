@@ -13,7 +13,7 @@ import torch
 
 from kernels import device
 from kernels.cpu.math import elements
-from kernels.cpu.step_attention import StepAttention
+from kernels.cpu.step_attention import attend_step
 
 
 def paged_attention(
@@ -47,5 +47,5 @@ def paged_attention(
         )
     arrays = tuple(x.numpy() for x in (block_tables, rows, query_start, context_lens))
     keys, values = elements(key_cache), elements(value_cache)
-    attention = StepAttention(arrays, query.shape[1], keys)
-    return torch.from_numpy(attention(query.to(torch.float32).numpy(), keys, values, scale, window, soft_cap)).to(query.dtype)
+    attended = attend_step(query.to(torch.float32).numpy(), keys, values, arrays, scale, window, soft_cap)
+    return torch.from_numpy(attended).to(query.dtype)

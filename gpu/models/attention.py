@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kernels.attention import paged_attention
+from kernels.cpu import crew
 from kernels.rope_kv_write import rope_kv_write
 
 
@@ -18,24 +18,20 @@ class Pace:
     """In how many layers a part of a step has written its KV, which a later part of the same step waits for."""
 
     def __init__(self) -> None:
-        self.layers = 0
-        self._changed = threading.Condition()
+        self.layers = np.zeros(1, np.int64)
 
     def advance(self) -> None:
-        with self._changed:
-            self.layers += 1
-            self._changed.notify_all()
+        self.layers[0] += 1
 
     def give_up(self) -> None:
         """Wake all that wait: the part has failed, and the step with it."""
-        with self._changed:
-            self.layers = sys.maxsize
-            self._changed.notify_all()
+        self.layers[0] = sys.maxsize
 
     def wait(self, layers: int) -> None:
-        if self.layers < layers:  # a look without the lock: the count only grows
-            with self._changed:
-                self._changed.wait_for(lambda: self.layers >= layers)
+        crew.wait_for(self.layers, layers)
+
+
+_NO_PACE = np.zeros(0, np.int64)
 
 
 @dataclass
@@ -59,8 +55,14 @@ class AttentionMetadata:
         """This part's KV of one layer more stands in the cache; returns when that of the parts before does too."""
         if self.pace is not None:
             if self.ahead is not None:
-                self.ahead.wait(self.pace.layers + 1)
+                self.ahead.wait(int(self.pace.layers[0]) + 1)
             self.pace.advance()
+
+    @property
+    def paces(self) -> tuple[np.ndarray, np.ndarray]:
+        """`pace` and `ahead` as compiled code takes them."""
+        own, before = (_NO_PACE if pace is None else pace.layers for pace in (self.pace, self.ahead))
+        return own, before
 
 
 class PagedAttention:

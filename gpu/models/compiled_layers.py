@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,17 +13,19 @@ from gpu.models.attention import AttentionMetadata
 from gpu.models.decoder import DecoderLayer
 from gpu.models.kv_cache import KVCache
 from gpu.models.linear import Linear, PackedLinear
-from kernels.cpu.layer import after_attention, before_attention
-from kernels.cpu.step_attention import StepAttention
+from kernels.cpu import crew
+from kernels.cpu.layer import run_layers
+from kernels.cpu.step_attention import attention_task, tile_tokens
 
 
 class CompiledLayers:
     """Compute what the layers that they were made of do, to the same bits."""
 
     def __init__(self, layers: Sequence[DecoderLayer]) -> None:
-        attention = layers[0].attention
-        self._num_heads, self._num_kv_heads, self._head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        self._layers = [_Operands(layer) for layer in layers]
+        self._num_heads = layers[0].attention.num_heads
+        operands = [_operands(layer) for layer in layers]
+        # A call takes layers whose operands are of the same types: mostly all of them.
+        self._runs = [tuple(run) for _, run in groupby(operands, _types)]
 
     @classmethod
     def fit(cls, layers: Sequence[DecoderLayer]) -> bool:
@@ -38,33 +42,14 @@ class CompiledLayers:
         step: AttentionMetadata,
     ) -> None:
         """As `DecoderLayer`, one after the other; `hidden` becomes the last one's output."""
-        out, rest = hidden.numpy(), residual.numpy()
-        places, turns, slots = positions.numpy(), cos_sin.numpy(), step.slots.numpy()
-        attend = StepAttention(step.arrays, self._num_heads, kv.arrays[0][0])
-        for layer, (keys, values) in zip(self._layers, kv.arrays, strict=True):
-            heads = np.empty((len(out), self._num_heads + 2 * self._num_kv_heads, self._head_dim), np.float32)
-            before_attention(heads, out, rest, *layer.before, self._num_kv_heads, places, turns, keys, values, slots)
-            step.wrote_layer()
-            attended = attend(heads[:, : self._num_heads], keys, values, layer.scale, layer.window)
-            after_attention(out, attended, rest, *layer.after)
-
-
-class _Operands:
-    """A layer's arguments for the compiled calls: a norm's weight and epsilon, then matrices; `kernels.cpu.layer` has the order."""
-
-    def __init__(self, layer: DecoderLayer) -> None:
-        attention, mlp = layer.attention, layer.mlp
-        norms = (layer.input_norm, layer.post_attention_norm)
-        before, after = ((norm.weight.numpy(), np.float32(norm.epsilon)) for norm in norms)
-        self.before = (*before, *_operands(attention.qkv))
-        self.after = (
-            *after,
-            *_operands(attention.output.linear),
-            *_operands(mlp.gate_up),
-            mlp.intermediate_size,
-            *_operands(mlp.down.linear),
-        )
-        self.scale, self.window = attention.attend.scale, attention.attend.window
+        arrays = (positions.numpy(), cos_sin.numpy(), step.slots.numpy(), step.arrays)
+        keys, _ = kv.arrays[0]
+        numbers = (self._num_heads, tile_tokens(self._num_heads, keys), attention_task(keys))
+        first = 0
+        for run in self._runs:
+            caches = tuple(kv.arrays[first : first + len(run)])
+            run_layers(hidden.numpy(), residual.numpy(), run, caches, *arrays, *numbers, crew.board(), first, *step.paces)
+            first += len(run)
 
 
 def _is_plain(layer: DecoderLayer) -> bool:
@@ -74,7 +59,23 @@ def _is_plain(layer: DecoderLayer) -> bool:
     return compilable and attention.output.group.size == 1 and attention.query_norm is None
 
 
-def _operands(linear: Linear) -> tuple[np.ndarray, np.ndarray]:
-    """The arguments of `kernels.cpu.layer.project`."""
+def _operands(layer: DecoderLayer) -> tuple[tuple[Any, ...], ...]:
+    """What `run_layers` takes of a layer."""
+    attention, mlp = layer.attention, layer.mlp
+    first, second = ((norm.weight.numpy(), np.float32(norm.epsilon)) for norm in (layer.input_norm, layer.post_attention_norm))
+    return (
+        (*first, *_packed(attention.qkv)),
+        (*second, *_packed(attention.output.linear)),
+        (*_packed(mlp.gate_up), mlp.intermediate_size, *_packed(mlp.down.linear)),
+        (np.float32(attention.attend.scale), attention.attend.window),
+    )
+
+
+def _packed(linear: Linear) -> tuple[Any, ...]:
     assert isinstance(linear, PackedLinear)
     return linear.operands
+
+
+def _types(operands: tuple[tuple[Any, ...], ...]) -> list[tuple[str, int]]:
+    """Equal where compiled code is the same."""
+    return [(x.dtype.name, x.ndim) for part in operands for x in part if isinstance(x, np.ndarray)]

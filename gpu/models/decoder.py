@@ -15,7 +15,6 @@ from gpu.models.kv_cache import KVCache
 from gpu.models.layers import RMSNorm
 from gpu.models.rotary import RotaryEmbedding
 from gpu.models.shards import ShardReader
-from kernels.cpu import threads
 from kernels.silu_mul import silu_mul
 
 
@@ -58,7 +57,7 @@ class CausalLM:
         cos_sin = self.rotary.cos_sin
         residual = self.embedding(token_ids)
         hidden = torch.zeros_like(residual)
-        if self.compiled is not None and threads.num_threads() == 1:  # more take parts of each operation
+        if self.compiled is not None:
             self.compiled(hidden, residual, positions, cos_sin, kv, step)
         else:
             for layer, cache in zip(self.layers, kv.layers, strict=True):

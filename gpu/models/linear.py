@@ -6,20 +6,21 @@ A class fixes values; which kernel computes them is free as long as only the ord
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+import functools
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from gpu.checkpoint.packed_matrix import PackedMatrix
 from gpu.numerics import Numerics
-from kernels.cpu.bfloat_matmul import bfloat_matmul, bfloat_rows
-from kernels.cpu.block_matmul import PackedBlocks, block_matmul, block_rows
-from kernels.cpu.half_matmul import half_matmul, half_rows
+from kernels.cpu.bfloat_matmul import bfloat_rows
+from kernels.cpu.block_matmul import PackedBlocks, block_rows
+from kernels.cpu.half_matmul import half_rows
+from kernels.cpu.project import PackedWeight, matmul
 from kernels.cpu.quantized_blocks import quantize
-
-_NO_SEGMENTS = np.zeros((0, 0), np.int64)  # of panels, which are all of one kind
 
 
 class Linear(Protocol):
@@ -52,9 +53,7 @@ def open_linear(packed: PackedMatrix, bias: torch.Tensor | None, numerics: Numer
     """The product with a packed matrix, plus bias [out_features]."""
     if packed.kind == "plain":
         return PlainLinear(packed.tensor().to(device), bias, numerics.activations)
-    if packed.kind == "blocks":
-        return BlockLinear(packed, bias)
-    return PanelLinear(packed, bias)
+    return PackedLinear(packed, bias)
 
 
 class PlainLinear:
@@ -73,51 +72,34 @@ class PlainLinear:
         return F.embedding(indices, self.weight).to(self.activations)
 
 
-class PanelLinear:
-    """16-bit weights, float32 in, out and between: half the bytes of float32, faster than it at every batch size.
+class PackedLinear:
+    """Weights of 16 bits, or of 4 to 8 in blocks with scales, float32 in and out; `kernels.cpu.project` says what is rounded."""
 
-    With bfloat16 the product rounds its rows too, and takes half the time of float16 where processors multiply it.
-    """
-
-    _KERNELS: ClassVar = {"half": (half_matmul, half_rows), "bfloat": (bfloat_matmul, bfloat_rows)}  # by the packed matrix's kind
+    _ROWS: ClassVar = {"half": half_rows, "bfloat": bfloat_rows}  # by the packed matrix's kind
 
     def __init__(self, packed: PackedMatrix, bias: torch.Tensor | None) -> None:
-        self._multiply, self._take_rows = self._KERNELS[packed.kind]
-        self._panels = packed.arrays["panels"]
-        self._in_features, self._out_features = packed.in_features, packed.out_features
-        self._bias = bias
-        self.is_compilable = bias is None
-        self.operands = (self._panels, _NO_SEGMENTS)
-        self.num_bytes = packed.num_bytes
+        self._in_features, self._bias = packed.in_features, bias
+        if packed.kind == "blocks":
+            blocks = PackedBlocks(packed.arrays["records"], packed.arrays["segments"])
+            self._weight = PackedWeight(blocks.records, blocks.out_features, blocks.in_features, blocks.segments)
+            self._take_rows = functools.partial(block_rows, blocks)
+        else:
+            self._weight = PackedWeight(packed.arrays["panels"], packed.out_features, packed.in_features)
+            self._take_rows = functools.partial(self._ROWS[packed.kind], packed.arrays["panels"])
+        self.num_bytes = self._weight.packed.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _add(self._multiply(x, self._panels, self._out_features), self._bias)
+        product = matmul(x, self._weight)
+        return product if self._bias is None else product.add_(self._bias)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        return self._take_rows(self._panels, indices)[:, : self._in_features].contiguous()
+        return self._take_rows(indices)[:, : self._in_features].contiguous()
 
+    @property
+    def is_compilable(self) -> bool:
+        """Whether the product is `kernels.cpu.project.project` of the operands and nothing else."""
+        return self._bias is None and self._in_features == self._weight.in_features
 
-class BlockLinear:
-    """Weights of 4 or 8 bits in blocks, activations of 8 bits in the same blocks, each with its scale; float32 in and out."""
-
-    def __init__(self, packed: PackedMatrix, bias: torch.Tensor | None) -> None:
-        self._blocks = PackedBlocks(packed.arrays["records"], packed.arrays["segments"])
-        self._in_features = packed.in_features
-        self._bias = bias
-        self.is_compilable = bias is None and self._in_features == self._blocks.in_features
-        self.operands = (self._blocks.records, self._blocks.segments)
-        self.num_bytes = self._blocks.records.nbytes
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _add(block_matmul(x, self._blocks), self._bias)
-
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        return block_rows(self._blocks, indices)[:, : self._in_features].contiguous()
-
-
-# `operands`: as kernels.cpu.layer.project takes them, where the layer `is_compilable`.
-PackedLinear = PanelLinear | BlockLinear
-
-
-def _add(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return product if bias is None else product.add_(bias)
+    @property
+    def operands(self) -> tuple[NDArray[Any], NDArray[np.int64], int]:
+        return self._weight.operands

@@ -1,9 +1,12 @@
-"""Cores that engines of one machine lend each other: a step is cut into parts only where cores stand idle.
+"""Cores that engines of one machine lend each other: a step uses more than one only where others stand idle.
 
-Two engines on two cores each compute in one thread while both are busy, as four threads would take each other's time slices; an
-engine that is alone with a long prompt has both for it. A core is a byte of a file, who has locked it the one that uses it, and the
-dead hold no locks. A step in one piece claims one core and runs whether it got it or not; its threads, where there are more than
-two, work inside its operations (gpu.runner.step_parts.Team).
+Two engines on two cores each compute in one thread while both are busy, as four threads would take each other's time slices. An
+engine that is alone with a prompt, or with one stream, has both. Each core is a byte of a file, locked by the engine that uses it;
+the kernel releases the locks of the dead.
+
+An engine keeps one core from step to step, so that nobody takes it in the moment between, until no step comes for a while. A step
+that finds no core free runs nevertheless, in one thread, and its engine says by another byte that it has none: then those that have
+two use one from their next step on.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ logger = logging.getLogger(__name__)
 SHARED_FILE = Path("/dev/null")
 FIRST_BYTE = 0x68656164 << 16  # far from bytes that others may lock there
 FIRST_SPARE = 1 << 15  # the number of the first of those that are no core
+MOST_WISHES = 256  # engines that can say that they have no core: the bytes before -1, which is nobody's
 _FLOCK = struct.Struct("@hhqqi4x")  # type, whence, start, length, pid
 
 
@@ -37,6 +41,8 @@ class Cores:
         numbers = sorted(os.sched_getaffinity(0))
         numbers += range(FIRST_SPARE, FIRST_SPARE + count - len(numbers))
         self._locks = [(_request(fcntl.F_WRLCK, number), _request(fcntl.F_UNLCK, number)) for number in numbers]
+        self._held: list[bytes] = []  # the requests that give back what this engine has
+        self._wished: bytes | None = None
         self._file = -1
         try:
             self._file = os.open(file, os.O_RDWR | os.O_CLOEXEC)
@@ -53,19 +59,54 @@ class Cores:
 
     @contextmanager
     def claim(self, most: int) -> Iterator[int]:
-        """Holds up to `most` free cores. Yields how many threads to use: their number, 1 at least."""
+        """For a step: up to `most` cores that nobody else holds. Yields how many threads to use: their number, 1 at least.
+
+        One of them is kept until `rest`, or until a step fails.
+        """
         if not self._locks:
             yield most
             return
-        held: list[bytes] = []
+        self._hold(1)
+        self._wish(not self._held)
+        if most > 1 and self._held and not self._others_wish():
+            self._hold(most)
         try:
-            for lock, unlock in self._locks:
-                if len(held) < most and self._take(lock):
-                    held.append(unlock)
-            yield max(1, len(held))
-        finally:
-            for unlock in held:
-                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, unlock)
+            yield max(1, len(self._held))
+        except BaseException:
+            self._keep(0)
+            raise
+        self._keep(1)
+
+    def rest(self) -> None:
+        """No step comes soon."""
+        self._keep(0)
+        self._wish(False)
+
+    def _hold(self, most: int) -> None:
+        for lock, unlock in self._locks:
+            if len(self._held) < most and unlock not in self._held and self._take(lock):
+                self._held.append(unlock)
+
+    def _keep(self, most: int) -> None:
+        while len(self._held) > most:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, self._held.pop())
+
+    def _wish(self, wished: bool) -> None:
+        """Says that this engine has no core, or no more that it has none."""
+        if wished == (self._wished is not None):
+            return
+        if self._wished is not None:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, self._wished)
+            self._wished = None
+            return
+        for number in range(-2, -2 - MOST_WISHES, -1):
+            if self._take(_request(fcntl.F_WRLCK, number)):
+                self._wished = _request(fcntl.F_UNLCK, number)
+                return
+
+    def _others_wish(self) -> bool:
+        found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, -1 - MOST_WISHES, MOST_WISHES))
+        return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def _take(self, lock: bytes) -> bool:
         """Locks a core. False: another process holds it."""
@@ -81,6 +122,6 @@ def _close(file: int) -> None:
         os.close(file)
 
 
-def _request(type: int, number: int) -> bytes:
-    """The struct flock that locks or unlocks a core's byte."""
-    return _FLOCK.pack(type, os.SEEK_SET, FIRST_BYTE + number, 1, 0)
+def _request(type: int, number: int, count: int = 1) -> bytes:
+    """The struct flock that locks or unlocks a core's byte, or `count` of them."""
+    return _FLOCK.pack(type, os.SEEK_SET, FIRST_BYTE + number, count, 0)

@@ -26,8 +26,7 @@ from gpu.runner.cuda_graphs import CudaGraphs, PaddedDecode, capture_sizes
 from gpu.runner.input_batch import OVERRUN, Batch, Step
 from gpu.runner.profile import Profiler
 from gpu.runner.sampler import Sampler, top_logprobs
-from gpu.runner.step_parts import Part, Team, most_parts, split
-from kernels.cpu import threads
+from gpu.runner.step_parts import Part, Team, count_parts, split
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +65,10 @@ class ModelRunner:
 
     def load(self, progress: Callable[[float], None]) -> None:
         num_threads = num_compute_threads(self.config)
-        in_parts = self.device.type == "cpu" and self.group.size == 1  # ranks exchange sums, which must keep one order
-        self.team = Team(num_threads if in_parts else 1)
+        self.in_parts = self.device.type == "cpu" and self.group.size == 1  # ranks exchange sums, which must keep one order
+        self.team = Team(num_threads)
         self.cores = Cores(num_threads)
-        torch.set_num_threads(1 if in_parts else num_threads)
-        threads.set_num_threads(1 if in_parts else num_threads)
+        torch.set_num_threads(1 if self.in_parts else num_threads)
         self.fingerprint = self._fingerprint()
         weights = open_weights(self._weights_folder(), packed_name(self.checkpoint, self.numerics, self.group))
         self.model = load_model(self.checkpoint, self.numerics, self.device, self.group, progress, weights)
@@ -124,12 +122,17 @@ class ModelRunner:
         output.forward_seconds = time.perf_counter() - started
         return output
 
+    def rest(self) -> None:
+        """No step comes soon: what is kept from step to step is given back."""
+        self.cores.rest()
+
     def _compute_step(self, step: Step, shares_kv: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(hidden states of the tokens, logits of the sampling ones), by parts in the order of tokens."""
         if self.decode is not None and (shape := self.decode.shape_of(step)) is not None:
             return [self.decode(step, shape)]
-        with self.cores.claim(most_parts(step, self.team.size, num_engines(self.config))) as threads:
-            return self.team.map(lambda part: self._compute(step, part), split(step, threads, shares_kv))
+        with self.cores.claim(self.team.size) as threads:
+            count = count_parts(step, threads, num_engines(self.config)) if self.in_parts else 1
+            return self.team.map(lambda part: self._compute(step, part), split(step, count, shares_kv), threads)
 
     def _compute(self, step: Step, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """(hidden states of the part's tokens, logits of its sampling ones)."""

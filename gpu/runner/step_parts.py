@@ -17,7 +17,7 @@ import torch
 
 from gpu.models.attention import AttentionMetadata, Pace
 from gpu.runner.input_batch import Step
-from kernels.cpu import threads
+from kernels.cpu.crew import Crew
 
 T = TypeVar("T")
 
@@ -38,9 +38,8 @@ class Part:
     last_tokens: torch.Tensor  # [num_sampled] int64: the tokens, counted from the part's first, whose logits are wanted
 
 
-def most_parts(step: Step, num_threads: int, num_engines: int) -> int:
-    """Into how many parts the step may be cut, one of `num_engines` on this machine computing it: one for each thread, or one that
-    all threads compute together (`Team`)."""
+def count_parts(step: Step, num_threads: int, num_engines: int) -> int:
+    """Into how many parts a step of one of `num_engines` is cut: one for each free thread, or one for all together."""
     fewest = FEWEST_TOKENS if num_engines == 1 else FEWEST_TOKENS_BESIDE_OTHERS
     return num_threads if int(step.query_start[-1]) >= num_threads * fewest else 1
 
@@ -83,22 +82,26 @@ def _cut(step: Step, begin: int, end: int) -> AttentionMetadata:
 
 
 class Team:
-    """The calling thread and `size` - 1 more, each of which runs operations alone.
+    """The calling thread and `size` - 1 more. They take a part of a step each, or all together a step in one piece.
 
-    A step in one piece is for the threads inside operations, where more than two cores make a lost time slice at their barriers
-    rare.
+    Together they share each product and attention (`kernels.cpu.crew`); torch's own operations use its own threads, where there are
+    more than two.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._others = ThreadPoolExecutor(size - 1, "part", initializer=torch.set_num_threads, initargs=(1,)) if size > 1 else None
+        self._crew = Crew(size)
 
-    def map(self, work: Callable[[Part], T], parts: list[Part]) -> list[T]:
+    def map(self, work: Callable[[Part], T], parts: list[Part], num_threads: int) -> list[T]:
         """work(part) for each part, the last of them here. When one raises, the others are let go, and it is raised."""
         if self.size > 2:
-            for set_num_threads in (torch.set_num_threads, threads.set_num_threads):
-                set_num_threads(self.size if len(parts) == 1 else 1)
-        others = [self._others.submit(_guarded, work, part) for part in parts[:-1]] if self._others is not None else []
+            torch.set_num_threads(num_threads if len(parts) == 1 else 1)
+        if len(parts) == 1:
+            with self._crew.gather(num_threads):
+                return [_guarded(work, parts[0])]
+        assert self._others is not None
+        others = [self._others.submit(_guarded, work, part) for part in parts[:-1]]
         try:
             last = _guarded(work, parts[-1])
         finally:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import numba
 import numpy as np
 from numba import types
 from numba.extending import overload
+from numba.np.numpy_support import carray
 
 from kernels.cpu.compiled import compiled
+from kernels.cpu.crew import OPERANDS, make_task, num_threads, pointer_to, share
 from kernels.cpu.math import exp_float32
 from kernels.cpu.pairs import PAIR, pair
 from kernels.cpu.vectors import MOST_ROWS, add_weighted, largest, prefetch_block, score, total
 
 TILE_FLOATS = 4096  # accumulators of a tile, 16 KiB: with a key and a value block of 4 KiB each they stay in a 32 KiB L1 cache
 SPAN_TOKENS = 64  # of the cache between two looks at the highest score; spans begin at multiples of it, whatever the step
+CHUNKS_PER_THREAD = 4  # tiles differ in cost, so threads take several smaller chunks
 _ONE, _TWO = np.float32(1.0), np.float32(2.0)
 _MINUS_INFINITY = np.float32(-np.inf)
 
@@ -166,22 +168,26 @@ def can_pair(head_dim: int, block_size: int) -> bool:
 
 
 @functools.cache
-def make_attend(head_dim: int, block_size: int, paired: bool) -> Callable[..., None]:
-    """attend(out, query, key_cache, value_cache, block_tables, rows, query_start, context_lens, tiles, tile_tokens, scale,
-    soft_cap, window, begin, end): tiles begin..end-1 of `attention.make_tiles`. Caches as `cpu.math.widen` knows them; `paired`:
-    they are bfloat16, and `can_pair` holds."""
+def task(head_dim: int, block_size: int, cached: str, paired: bool) -> int:
+    """Of `crew.share`: attention of a step's tiles, each in `head_parts` parts of its key-value heads.
+
+    cached: the caches' numpy type, as `cpu.math.widen` knows them; `paired`: they are bfloat16, and `can_pair` holds.
+    """
+    return _make_task(head_dim, block_size, np.dtype(cached).type, paired)
+
+
+def _make_task(head_dim: int, block_size: int, cached: type[np.generic], paired: bool) -> int:
     blocks = max(1, SPAN_TOKENS // block_size)
     width = blocks * block_size
     # Numbers and types alone may be closed over: numba finds compiled code by their pickles, and a function has another each time.
     element, in_word = (np.uint32, PAIR) if paired else (np.float32, 1)
 
-    @compiled(fastmath={"contract"})
-    def attend(
-        out, query, key_cache, value_cache, block_tables, rows, query_start, context_lens, tiles, tile_tokens, scale, soft_cap,
-        window, begin, end,
-    ):  # fmt: skip
-        num_kv_heads = key_cache.shape[1]
-        group = query.shape[1] // num_kv_heads
+    def attend(board, begin, end):
+        out, query, key_cache, value_cache = _arrays(board, head_dim, block_size, cached)
+        block_tables, rows, query_start, context_lens, tiles = _tables(board)
+        num_kv_heads, head_parts, tile_tokens, window = key_cache.shape[1], board[_HEAD_PARTS], board[_TILE_TOKENS], board[_WINDOW]
+        scale, soft_cap = np.int32(board[_SCALE]).view(np.float32), np.int32(board[_SOFT_CAP]).view(np.float32)
+        group = board[_NUM_HEADS] // num_kv_heads
         most_rows = max(tile_tokens, num_kv_heads) * group
         queries = np.empty((most_rows, head_dim // in_word), element)
         weighted = np.empty((most_rows, head_dim), np.float32)  # sum of exp(score - highest) * value
@@ -190,10 +196,12 @@ def make_attend(head_dim: int, block_size: int, paired: bool) -> Callable[..., N
         scores = np.empty((most_rows, width), np.float32)
         all_scores = scores.reshape(-1)
         weights = np.empty(most_rows * width // in_word, element) if paired else all_scores
-        for tile in range(begin, end):
+        for item in range(begin, end):
+            tile, part = item // head_parts, item % head_parts
+            begin_head, end_head = num_kv_heads * part // head_parts, num_kv_heads * (part + 1) // head_parts
             request, first = tiles[tile]
             block_table = block_tables[rows[request]]
-            next_table = block_tables[rows[tiles[min(tile + 1, end - 1), 0]]]
+            next_table = block_tables[rows[tiles[(min(item + 1, end - 1)) // head_parts, 0]]]
             last = min(first + tile_tokens, query_start[request + 1]) - 1
             num_tokens = last - first + 1
             num_rows = num_tokens * group  # of a key-value head
@@ -202,8 +210,8 @@ def make_attend(head_dim: int, block_size: int, paired: bool) -> Callable[..., N
             first_seen = max(0, first + shift - window + 1) if window > 0 else 0
             # Few tokens take all heads at once: a block's heads lie side by side in memory, which then comes in order. Many take
             # one head after the other, whose rows stay in the cache meanwhile.
-            heads_at_once = num_kv_heads if num_tokens * num_kv_heads <= most_rows // group else 1
-            for first_head in range(0, num_kv_heads, heads_at_once):
+            heads_at_once = end_head - begin_head if num_tokens * num_kv_heads <= most_rows // group else 1
+            for first_head in range(begin_head, end_head, heads_at_once):
                 for row in range(heads_at_once * num_rows):
                     token, head = _query_of(row, first, first_head, num_rows, group)
                     put_query(queries, row, query[token, head], scale)
@@ -249,4 +257,79 @@ def make_attend(head_dim: int, block_size: int, paired: bool) -> Callable[..., N
                     for d in range(head_dim):
                         out[token, head, d] = weighted[row, d] / sums[row]
 
-    return attend
+    return make_task(attend, fastmath={"contract"})
+
+
+# ---- the task's operands, on the board ----
+
+(
+    _OUT, _QUERY, _NUM_TOKENS, _QUERY_HEADS, _NUM_HEADS, _KEYS, _VALUES, _NUM_BLOCKS, _NUM_KV_HEADS, _TABLES, _TABLE_ROWS,
+    _TABLE_WIDTH, _ROWS, _QUERY_START, _CONTEXT_LENS, _NUM_REQUESTS, _TILES, _NUM_TILES, _TILE_TOKENS, _SCALE, _SOFT_CAP, _WINDOW,
+    _HEAD_PARTS,
+) = range(OPERANDS, OPERANDS + 23)  # fmt: skip
+
+
+@numba.njit(inline="always")
+def _arrays(board, head_dim, block_size, cached):
+    num_tokens, num_blocks, num_kv_heads = board[_NUM_TOKENS], board[_NUM_BLOCKS], board[_NUM_KV_HEADS]
+    return (
+        carray(pointer_to(board[_OUT], np.float32), (num_tokens, board[_NUM_HEADS], head_dim)),
+        carray(pointer_to(board[_QUERY], np.float32), (num_tokens, board[_QUERY_HEADS], head_dim)),
+        carray(pointer_to(board[_KEYS], cached), (num_blocks, num_kv_heads, head_dim, block_size)),
+        carray(pointer_to(board[_VALUES], cached), (num_blocks, num_kv_heads, block_size, head_dim)),
+    )
+
+
+@numba.njit(inline="always")
+def _tables(board):
+    num_requests = board[_NUM_REQUESTS]
+    return (
+        carray(pointer_to(board[_TABLES], np.int32), (board[_TABLE_ROWS], board[_TABLE_WIDTH])),
+        carray(pointer_to(board[_ROWS], np.int32), (num_requests,)),
+        carray(pointer_to(board[_QUERY_START], np.int32), (num_requests + 1,)),
+        carray(pointer_to(board[_CONTEXT_LENS], np.int32), (num_requests,)),
+        carray(pointer_to(board[_TILES], np.int32), (board[_NUM_TILES], 2)),
+    )
+
+
+@compiled()
+def attend(out, query, key_cache, value_cache, tables, tiles, tile_tokens, scale, soft_cap, window, board, task):
+    """Attention of a step's `tiles` (`make_tiles`), with the helpers that `board` has.
+
+    out [num_tokens, num_heads, head_dim]; query the same, or with more heads behind those. Caches, and the tables block_tables,
+    rows, query_start and context_lens, as in `kernels.attention`. Arrays are contiguous.
+    """
+    block_tables, rows, query_start, context_lens = tables
+    board[_OUT], board[_QUERY], board[_NUM_TOKENS] = out.ctypes.data, query.ctypes.data, out.shape[0]
+    board[_QUERY_HEADS], board[_NUM_HEADS] = query.shape[1], out.shape[1]
+    board[_KEYS], board[_VALUES] = key_cache.ctypes.data, value_cache.ctypes.data
+    board[_NUM_BLOCKS], board[_NUM_KV_HEADS] = key_cache.shape[0], key_cache.shape[1]
+    board[_TABLES], board[_TABLE_ROWS], board[_TABLE_WIDTH] = block_tables.ctypes.data, block_tables.shape[0], block_tables.shape[1]
+    board[_ROWS], board[_QUERY_START], board[_CONTEXT_LENS] = rows.ctypes.data, query_start.ctypes.data, context_lens.ctypes.data
+    board[_NUM_REQUESTS], board[_TILES], board[_NUM_TILES] = len(rows), tiles.ctypes.data, len(tiles)
+    board[_TILE_TOKENS], board[_WINDOW] = tile_tokens, window
+    board[_SCALE], board[_SOFT_CAP] = np.float32(scale).view(np.int32), np.float32(soft_cap).view(np.int32)
+    threads = num_threads(board)
+    parts = 1
+    if len(tiles) < 2 * threads and threads > 1:  # too few for all to have some
+        parts = min(key_cache.shape[1], (2 * threads + len(tiles) - 1) // max(1, len(tiles)))
+    board[_HEAD_PARTS] = parts
+    items = len(tiles) * parts
+    share(board, task, items, max(1, items // (CHUNKS_PER_THREAD * threads)))
+
+
+@compiled()
+def make_tiles(query_start, tile_tokens):
+    """Runs of at most `tile_tokens` adjacent tokens of one request: [num_tiles, 2] int32 (request, first token)."""
+    num_requests = len(query_start) - 1
+    num_tiles = 0
+    for i in range(num_requests):
+        num_tiles += (query_start[i + 1] - query_start[i] + tile_tokens - 1) // tile_tokens
+    tiles = np.empty((num_tiles, 2), np.int32)
+    tile = 0
+    for i in range(num_requests):
+        for token in range(query_start[i], query_start[i + 1], tile_tokens):
+            tiles[tile, 0] = i
+            tiles[tile, 1] = token
+            tile += 1
+    return tiles

@@ -11,8 +11,7 @@ import torch
 from kernels.cpu.compiled import compiled
 from kernels.cpu.math import narrow, widen
 from kernels.cpu.pairs import PAIR
-from kernels.cpu.panel_matmul import PANEL, multiply
-from kernels.cpu.threads import for_ranges
+from kernels.cpu.panel_matmul import PANEL
 from kernels.cpu.tiles import HALF_ROWS, num_panels, tile_rows
 
 
@@ -28,17 +27,6 @@ def pack_bfloat(weight: torch.Tensor) -> np.ndarray:
 @compiled()
 def num_pairs(columns):
     return (columns + PAIR - 1) // PAIR
-
-
-def bfloat_matmul(x: torch.Tensor, packed: np.ndarray, out_features: int) -> torch.Tensor:
-    """x [rows, in_features] float32 times `pack_bfloat`'s weights: [rows, out_features] float32."""
-    rows = np.ascontiguousarray(x.numpy())
-    out = np.empty((len(rows), out_features), np.float32)
-    if len(rows):
-        words = np.empty(len(rows) * packed.shape[1], np.uint32)
-        round_rows(words, rows)
-        for_ranges(lambda begin, end: multiply(out, words, packed, begin, end), len(packed))
-    return torch.from_numpy(out)
 
 
 def bfloat_rows(packed: np.ndarray, indices: torch.Tensor) -> torch.Tensor:

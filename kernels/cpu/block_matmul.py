@@ -17,17 +17,21 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
 from kernels.cpu.block_kinds import GROUP, KINDS, find_kind, load_halves, pack_records
 from kernels.cpu.compiled import compiled
+from kernels.cpu.crew import CHUNK_BYTES, OPERANDS, make_task, pointer_to, share
 from kernels.cpu.dot import WORDS, dot_bytes
 from kernels.cpu.ir import (
     FLOAT,
+    INT8,
     INT32,
     LANES,
     LINE,
     at,
+    call,
     int64,
     integers,
     load_as,
@@ -40,11 +44,11 @@ from kernels.cpu.ir import (
 )
 from kernels.cpu.math import widen
 from kernels.cpu.quantized_blocks import Blocks
-from kernels.cpu.threads import for_ranges
 from kernels.cpu.tiles import BLOCK_PANEL, BLOCK_ROWS, copy_tile, tile_rows
 
 PANEL = BLOCK_PANEL
-_FLOATS = ir.VectorType(FLOAT, LANES)
+_FLOATS, _MASK, _BYTES = (ir.VectorType(kind, LANES) for kind in (FLOAT, ir.IntType(1), INT8))
+_LEAST_MAGNITUDE = float(np.float32(1e-30))  # of a block whose numbers are not taken for zeros
 
 # Beside the codes of a block of a row, `quantize_rows` keeps its scale, what its codes stand for in sum, and negative integers:
 # the sums of all codes, of the first half and of the second.
@@ -57,6 +61,10 @@ AHEAD = 4096
 
 # Columns of `segments`: parts of a matrix that are of one kind.
 _KIND, _FIRST_PANEL, _FIRST_COLUMN, _END_COLUMN, _OFFSET, _RECORDS = range(6)
+SEGMENT_FIELDS = 6
+
+# Operands of the task, on the board.
+_OUT, _ROWS, _COLUMNS, _X, _RECORDS_AT, _SEGMENTS, _NUM_SEGMENTS = range(OPERANDS, OPERANDS + 7)
 
 _X_BLOCKS = tuple(kind.block for kind in KINDS)
 _RECORD_BYTES = tuple(kind.record_bytes for kind in KINDS)
@@ -99,24 +107,6 @@ def pack_blocks(matrices: Sequence[Blocks]) -> PackedBlocks:
     if len({KINDS[segment[_KIND]].block for segment in segments}) > 1:
         raise ValueError("there is no product of rows with blocks of different width")
     return PackedBlocks(np.concatenate(records) if len(records) > 1 else records[0], np.array(segments, np.int64))
-
-
-def block_matmul(x: torch.Tensor, packed: PackedBlocks) -> torch.Tensor:
-    """x [rows, in_features] float32 times `pack_blocks`'s weights: [rows, out_features] float32.
-
-    x may have fewer columns than the blocks, whose last is then padded with zeros. NaN or infinity in a row makes the row's whole
-    product NaN.
-    """
-    rows, in_features = np.ascontiguousarray(x.numpy()), packed.in_features
-    if rows.shape[1] < in_features:
-        rows = np.pad(rows, ((0, 0), (0, in_features - rows.shape[1])))
-    out = np.empty((len(rows), packed.out_features), np.float32)
-    if len(rows):
-        words = quantize_rows(rows, packed.segments)
-        for_ranges(
-            lambda begin, end: multiply(out, words, packed.records, packed.segments, begin, end), count_panels(packed.segments)
-        )
-    return torch.from_numpy(out)
 
 
 def block_rows(packed: PackedBlocks, indices: torch.Tensor) -> torch.Tensor:
@@ -211,19 +201,15 @@ def _tile(typing_context, kind, rows, out, place, stride, x, first_word, records
     return types.none(*arguments), generate
 
 
-@compiled()
-def count_panels(segments):
-    last = segments[len(segments) - 1]
-    return last[1] + (last[3] - last[2] + PANEL - 1) // PANEL
-
-
-@compiled()
-def multiply(out, x, records, segments, begin, end):
-    """Panels begin..end-1 of the product; x as `quantize_rows` packs it."""
-    rows, columns = out.shape
-    flat = out.reshape(-1)
+def _multiply(board, begin, end):
+    """Panels begin..end-1 of a product; x as `quantize_rows` packs it."""
+    rows, columns = board[_ROWS], board[_COLUMNS]
+    flat = carray(pointer_to(board[_OUT], np.float32), (rows * columns,))
+    x = carray(pointer_to(board[_X], np.int32), (1,))
+    records = carray(pointer_to(board[_RECORDS_AT], np.uint8), (1,))
+    segments = carray(pointer_to(board[_SEGMENTS], np.int64), (board[_NUM_SEGMENTS], SEGMENT_FIELDS))
     scratch = np.empty((BLOCK_ROWS, PANEL), np.float32)
-    flat_scratch = scratch.reshape(-1)
+    out, flat_scratch = flat.reshape(rows, columns), scratch.reshape(-1)
     tiles = (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
     for s in range(len(segments)):
         kind, first_panel, first_column, end_column = segments[s, 0], segments[s, 1], segments[s, 2], segments[s, 3]
@@ -253,6 +239,22 @@ def multiply(out, x, records, segments, begin, end):
                 ahead += blocks * step
 
 
+@functools.cache
+def task() -> int:
+    """Of `crew.share`: the panels of a product."""
+    return make_task(_multiply)
+
+
+@compiled()
+def multiply(out, words, records, segments, board, task):
+    """out [rows, out_features] = the rows that `quantize_rows` packed times packed blocks, with the helpers that `board` has."""
+    board[_OUT], board[_ROWS], board[_COLUMNS], board[_X] = out.ctypes.data, out.shape[0], out.shape[1], words.ctypes.data
+    board[_RECORDS_AT], board[_SEGMENTS], board[_NUM_SEGMENTS] = records.ctypes.data, segments.ctypes.data, len(segments)
+    last = segments[len(segments) - 1]
+    num_panels = last[1] + (last[3] - last[2] + PANEL - 1) // PANEL
+    share(board, task, num_panels, 1 + CHUNK_BYTES * num_panels // records.size)
+
+
 @compiled()
 def quantize_rows(x, segments):
     """x [rows, columns] rounded to -127..127 by the blocks of `segments`' kinds. Returns words, tile by tile, block by block.
@@ -261,42 +263,76 @@ def quantize_rows(x, segments):
     """
     rows, columns = x.shape
     block_size = _X_BLOCKS[segments[0, 0]]
-    blocks, groups = columns // block_size, block_size // GROUP
-    packed = np.empty(rows * blocks * (groups + BESIDE), np.int32)
-    codes = np.empty(block_size, np.int8)
-    words = codes.view(np.int32)
+    blocks, words = columns // block_size, block_size // GROUP + BESIDE
+    flat = x.reshape(-1)
+    packed = np.empty(rows * blocks * words, np.int32)
     row = 0
     while row < rows:
         count = tile_rows(row, rows, BLOCK_ROWS)
         for r in range(count):
             for b in range(blocks):
-                block = x[row + r, b * block_size : (b + 1) * block_size]
-                highest = np.int32(0)
-                for i in range(block_size):  # as integers, magnitudes are ordered like floats, NaN above all
-                    highest = max(highest, np.int32(np.float32(block[i]).view(np.int32) & np.int32(0x7FFFFFFF)))
-                magnitude = np.int32(highest).view(np.float32)
-                scale = magnitude / np.float32(127.0)
-                inverse = np.float32(127.0) / magnitude if magnitude > np.float32(1e-30) else np.float32(0.0)
-                if highest >= np.int32(0x7F800000):
-                    scale, inverse = np.float32(np.nan), np.float32(0.0)
-                first, second = np.int32(0), np.int32(0)
-                for i in range(block_size):
-                    code = np.int32(np.rint(block[i] * inverse)) if inverse > np.float32(0.0) else np.int32(0)
-                    codes[i] = np.int8(code)
-                    second += code
-                    if i < block_size // 2:
-                        first += code
-                place = (row * blocks + b * count) * (groups + BESIDE) + r
-                for g in range(groups):
-                    packed[place + g * count] = words[g]
-                place += groups * count
-                packed[place + _SCALE * count] = np.float32(scale).view(np.int32)
-                packed[place + _SUM * count] = np.float32(scale * np.float32(second)).view(np.int32)
-                packed[place + _TOTAL * count] = -second
-                packed[place + _FIRST * count] = -first
-                packed[place + _SECOND * count] = first - second
+                place = (row * blocks + b * count) * words + r
+                _round_block(block_size, packed, place, count, flat, (row + r) * columns + b * block_size)
         row += count
     return packed
+
+
+@intrinsic
+def _round_block(typing_context, size, packed, place, stride, x, start):
+    """Rounds x[start:start + size] and puts its words and numbers into packed[place], packed[place + stride] and so on."""
+
+    def generate(context, builder, signature, arguments):
+        out_data, x_data = pointers(context, builder, signature, arguments, (1, 4))
+        number, target, step, first = integers(context, builder, signature, arguments, (0, 2, 3, 5))
+        magnitude_bits = ir.Constant(WORDS, [0x7FFFFFFF] * LANES)
+        lowest, infinite = ir.Constant(FLOAT, _LEAST_MAGNITUDE), ir.Constant(INT32, 0x7F800000)
+        zero, limit = ir.Constant(FLOAT, 0.0), ir.Constant(FLOAT, 127.0)
+
+        def put(which, value):
+            pointer = at(builder, out_data, builder.add(target, builder.mul(step, int64(which))))
+            builder.store(value, pointer)
+
+        def as_word(value):
+            return builder.bitcast(value, INT32)
+
+        def emit(block_size):
+            parts = range(block_size // LANES)
+            values = [load_as(builder, at(builder, x_data, builder.add(first, int64(LANES * i))), _FLOATS, 4) for i in parts]
+            # As integers, magnitudes are ordered like floats, NaN above all.
+            magnitudes = [builder.and_(builder.bitcast(each, WORDS), magnitude_bits) for each in values]
+            largest = functools.reduce(lambda a, b: builder.select(builder.icmp_signed(">", a, b), a, b), magnitudes)
+            highest = call(builder, f"llvm.vector.reduce.smax.v{LANES}i32", INT32, largest)
+            magnitude = builder.bitcast(highest, FLOAT)
+            is_finite = builder.icmp_signed("<", highest, infinite)
+            is_large = builder.and_(is_finite, builder.fcmp_ordered(">", magnitude, lowest))
+            scale = builder.select(is_finite, builder.fdiv(magnitude, limit), ir.Constant(FLOAT, float("nan")))
+            inverse = builder.select(is_large, builder.fdiv(limit, magnitude), zero)
+            factor = splat(builder, inverse, _FLOATS)
+            codes = []
+            for each in values:
+                rounded = call(builder, f"llvm.rint.v{LANES}f32", _FLOATS, builder.fmul(each, factor))
+                codes.append(
+                    builder.select(splat(builder, is_large, _MASK), builder.fptosi(rounded, WORDS), ir.Constant(WORDS, None))
+                )
+            for i, each in enumerate(codes):
+                words = builder.bitcast(builder.trunc(each, _BYTES), ir.VectorType(INT32, LANES // GROUP))
+                for j in range(LANES // GROUP):
+                    put(i * LANES // GROUP + j, builder.extract_element(words, ir.Constant(INT32, j)))
+            halves = []
+            for some in (codes[: len(codes) // 2], codes[len(codes) // 2 :]):
+                halves.append(call(builder, f"llvm.vector.reduce.add.v{LANES}i32", INT32, functools.reduce(builder.add, some)))
+            total = builder.add(*halves)
+            beside = block_size // GROUP
+            put(beside + _SCALE, as_word(scale))
+            put(beside + _SUM, as_word(builder.fmul(scale, builder.sitofp(total, FLOAT))))
+            put(beside + _TOTAL, builder.neg(total))
+            for which, half in zip((_FIRST, _SECOND), halves, strict=True):
+                put(beside + which, builder.neg(half))
+
+        switch(builder, number, sorted(set(_X_BLOCKS)), emit)
+        return context.get_dummy_value()
+
+    return types.none(size, packed, place, stride, x, start), generate
 
 
 @compiled()

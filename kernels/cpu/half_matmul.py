@@ -10,8 +10,7 @@ import torch
 
 from kernels.cpu.compiled import compiled
 from kernels.cpu.math import widen
-from kernels.cpu.panel_matmul import PANEL, multiply
-from kernels.cpu.threads import for_ranges
+from kernels.cpu.panel_matmul import PANEL
 from kernels.cpu.tiles import HALF_ROWS, num_panels, tile_rows
 
 
@@ -22,17 +21,6 @@ def pack_half(weight: torch.Tensor) -> np.ndarray:
     padded = np.zeros((panels * PANEL, in_features), np.int16)
     padded[:out_features] = weight.contiguous().view(torch.int16).numpy()
     return np.ascontiguousarray(padded.reshape(panels, PANEL, in_features).swapaxes(1, 2))
-
-
-def half_matmul(x: torch.Tensor, packed: np.ndarray, out_features: int) -> torch.Tensor:
-    """x [rows, in_features] float32 times `pack_half`'s weights: [rows, out_features] float32."""
-    rows = np.ascontiguousarray(x.numpy())
-    out = np.empty((len(rows), out_features), np.float32)
-    if len(rows):
-        packed_rows = np.empty(rows.size, np.float32)
-        pack_rows(packed_rows, rows)
-        for_ranges(lambda begin, end: multiply(out, packed_rows, packed, begin, end), len(packed))
-    return torch.from_numpy(out)
 
 
 def half_rows(packed: np.ndarray, indices: torch.Tensor) -> torch.Tensor:

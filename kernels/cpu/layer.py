@@ -1,4 +1,4 @@
-"""A decoder layer on the CPU in two compiled calls, before and after attention: the operations of their own files in a row.
+"""Decoder layers on the CPU in one compiled call: the operations of their own files in a row.
 
 Called one by one from Python, the dozen operations of a layer cost more than they compute where a step has few tokens.
 """
@@ -6,74 +6,64 @@ Called one by one from Python, the dozen operations of a layer cost more than th
 from __future__ import annotations
 
 import numpy as np
-from numba import types
-from numba.extending import overload
 
-from kernels.cpu import bfloat_matmul, block_matmul, half_matmul, panel_matmul
+from kernels.cpu import crew, project
+from kernels.cpu.attention import attend, make_tiles
 from kernels.cpu.compiled import compiled
 from kernels.cpu.rms_norm import add_normalize
 from kernels.cpu.rope_kv_write import rotate_and_write
 from kernels.cpu.silu_mul import gate
 
-_multiply_panels = panel_matmul.multiply
-_pack_rows, _round_rows, _num_pairs = half_matmul.pack_rows, bfloat_matmul.round_rows, bfloat_matmul.num_pairs
-_multiply_blocks, _quantize_rows, _count_panels = block_matmul.multiply, block_matmul.quantize_rows, block_matmul.count_panels
+ROWS = 128  # that go through the MLP together: what lies between its products stays in the cache
 
-
-def project(out, x, weight, segments):
-    """out [rows, out_features] = x [rows, in_features] times packed weights: panels of 16 bits, or segments of records."""
-    raise NotImplementedError("for compiled code only")
-
-
-@overload(project)
-def _project(out, x, weight, segments):
-    if weight.dtype == types.int16:
-        return _project_half
-    if weight.dtype == types.uint32:
-        return _project_bfloat
-    return _project_blocks
-
-
-def _project_half(out, x, weight, segments):
-    packed = np.empty(x.size, np.float32)
-    _pack_rows(packed, x)
-    _multiply_panels(out, packed, weight, 0, len(weight))
-
-
-def _project_bfloat(out, x, weight, segments):
-    words = np.empty(len(x) * _num_pairs(x.shape[1]), np.uint32)
-    _round_rows(words, x)
-    _multiply_panels(out, words, weight, 0, len(weight))
-
-
-def _project_blocks(out, x, weight, segments):
-    words = _quantize_rows(x, segments)
-    _multiply_blocks(out, words, weight, segments, 0, _count_panels(segments))
+_project, _wait_for, _put = project.project, crew.wait_for, crew.put
 
 
 @compiled()
-def before_attention(
-    heads, hidden, residual, norm, epsilon, qkv, qkv_segments, num_kv_heads, positions, cos_sin, key_cache,
-    value_cache, slots,
+def run_layers(
+    hidden, residual, layers, caches, positions, cos_sin, slots, tables, num_heads, tile_tokens, attention_task, board, first, pace,
+    ahead,
 ):  # fmt: skip
-    """Norm, projection to heads [tokens, heads, head_dim], turning, and the new KV in the cache. `residual` grows by `hidden`."""
-    normed = np.empty_like(hidden)
-    add_normalize(normed, hidden, residual, norm, epsilon)
-    project(heads.reshape(len(heads), -1), normed, qkv, qkv_segments)
-    rotate_and_write(heads, num_kv_heads, positions, cos_sin, key_cache, value_cache, slots)
+    """`hidden` [tokens, hidden], what the layer before made, becomes what the last layer makes; neither is in `residual` yet.
 
-
-@compiled()
-def after_attention(
-    hidden, attended, residual, norm, epsilon, output, output_segments, gate_up, gate_up_segments,
-    intermediate, down, down_segments,
-):  # fmt: skip
-    """Output projection, norm and MLP: `hidden` becomes what the next layer adds to `residual`."""
-    normed = np.empty_like(hidden)
-    gates = np.empty((len(hidden), 2 * intermediate), np.float32)
-    project(hidden, attended.reshape(len(hidden), -1), output, output_segments)
-    add_normalize(normed, hidden, residual, norm, epsilon)
-    project(gates, normed, gate_up, gate_up_segments)
-    gated = np.empty((len(hidden), intermediate), np.float32)
-    gate(gated, gates)
-    project(hidden, gated, down, down_segments)
+    layers          of each a norm's weight and epsilon, the operands (`project`) of query, key and value; the same of the second
+                    norm, then operands of output, gate and up, the MLP's width, operands of down, attention's scale and window
+    caches          of each its keys and values, by `cpu.math.elements`
+    positions       [tokens] int64; cos_sin, slots as in `kernels.rope_kv_write`, tables as in `attention.attend`
+    first           number of the first layer
+    pace, ahead     arrays of one number, or of none: layers whose KV stands in the cache, of this part of a step and of the part
+                    before it, which is waited for
+    """
+    keys, _ = caches[0]
+    num_tokens, num_kv_heads, head_dim = len(hidden), keys.shape[1], keys.shape[2]
+    heads = np.empty((num_tokens, num_heads + 2 * num_kv_heads, head_dim), np.float32)
+    attended = np.empty((num_tokens, num_heads, head_dim), np.float32)
+    all_heads, all_attended = heads.reshape(num_tokens, -1), attended.reshape(num_tokens, -1)
+    normed = np.empty((min(ROWS, num_tokens), hidden.shape[1]), np.float32)
+    tiles = make_tiles(tables[2], tile_tokens)
+    for i in range(len(layers)):
+        norm, epsilon, qkv, qkv_segments, qkv_task = layers[i][0]
+        for begin in range(0, num_tokens, ROWS):
+            end = min(begin + ROWS, num_tokens)
+            some = normed[: end - begin]
+            add_normalize(some, hidden[begin:end], residual[begin:end], norm, epsilon)
+            _project(all_heads[begin:end], some, qkv, qkv_segments, qkv_task, board)
+        keys, values = caches[i]
+        rotate_and_write(heads, num_kv_heads, positions, cos_sin, keys, values, slots)
+        if len(pace):
+            if len(ahead):
+                _wait_for(ahead, first + i + 1)
+            _put(pace, 0, first + i + 1)
+        scale, window = layers[i][3]
+        attend(attended, heads, keys, values, tables, tiles, tile_tokens, scale, np.float32(0.0), window, board, attention_task)
+        norm, epsilon, output, output_segments, output_task = layers[i][1]
+        gate_up, gate_up_segments, gate_up_task, width, down, down_segments, down_task = layers[i][2]
+        gates, gated = np.empty((len(normed), 2 * width), np.float32), np.empty((len(normed), width), np.float32)
+        for begin in range(0, num_tokens, ROWS):
+            end = min(begin + ROWS, num_tokens)
+            count, out = end - begin, hidden[begin:end]
+            _project(out, all_attended[begin:end], output, output_segments, output_task, board)
+            add_normalize(normed[:count], out, residual[begin:end], norm, epsilon)
+            _project(gates[:count], normed[:count], gate_up, gate_up_segments, gate_up_task, board)
+            gate(gated[:count], gates[:count])
+            _project(out, gated[:count], down, down_segments, down_task, board)

@@ -6,13 +6,17 @@ bfloat16 columns, which are multiplied as they are.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 
 from kernels.cpu.compiled import compiled
+from kernels.cpu.crew import CHUNK_BYTES, OPERANDS, make_task, pointer_to, share
 from kernels.cpu.ir import (
     FLOAT,
     INT32,
@@ -34,6 +38,7 @@ from kernels.cpu.pairs import add_products
 from kernels.cpu.tiles import HALF_PANEL, HALF_ROWS, copy_tile, tile_rows
 
 PANEL = HALF_PANEL
+_OUT, _ROWS, _WIDTH, _X, _WEIGHTS, _STEPS = range(OPERANDS, OPERANDS + 6)  # operands of the task, on the board
 _COLUMNS = range(0, PANEL, LANES)
 _FLOATS, _WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
 
@@ -86,28 +91,50 @@ def _tile(typing_context, rows, out, place, stride, x, first, weights, panel, st
     return types.none(rows, out, place, stride, x, first, weights, panel, steps, ahead, share), generate
 
 
+def _make_task(dtype: type[np.generic]) -> int:
+    row_dtype = np.uint32 if dtype is np.uint32 else np.float32
+
+    def multiply(board, begin, end):
+        """Panels begin..end-1 of a product; x as the weights' kernel packs rows."""
+        rows, columns, steps = board[_ROWS], board[_WIDTH], board[_STEPS]
+        flat = carray(pointer_to(board[_OUT], np.float32), (rows * columns,))
+        x = carray(pointer_to(board[_X], row_dtype), (1,))
+        weights = carray(pointer_to(board[_WEIGHTS], dtype), (1,))
+        scratch = np.empty((HALF_ROWS, PANEL), np.float32)
+        out, flat_scratch = flat.reshape(rows, columns), scratch.reshape(-1)
+        tiles = (rows + HALF_ROWS - 1) // HALF_ROWS
+        share_ahead = (PANEL + tiles - 1) // tiles  # elements of the next panel that each tile asks for, step by step
+        for panel in range(begin, end):
+            column = panel * PANEL
+            is_whole = column + PANEL <= columns
+            target, stride = (flat, columns) if is_whole else (flat_scratch, PANEL)
+            ahead = min(panel + 1, end - 1) * steps * PANEL
+            row = 0
+            while row < rows:
+                count = tile_rows(row, rows, HALF_ROWS)
+                place = row * columns + column if is_whole else 0
+                _tile(count, target, place, stride, x, row * steps, weights, panel, steps, ahead, share_ahead)
+                if not is_whole:
+                    copy_tile(out, row, column, columns, scratch, count)
+                row += count
+                ahead += steps * share_ahead
+
+    return make_task(multiply)
+
+
+@functools.cache
+def task(dtype: str) -> int:
+    """Of `crew.share`: the panels of a product with weights of this type, int16 or uint32."""
+    return _make_task(np.dtype(dtype).type)
+
+
 @compiled()
-def multiply(out, x, weights, begin, end):
-    """Panels begin..end-1 of the product, out [rows, out_features] float32; weights [panels, steps, PANEL] int16 or uint32, x the
-    rows as their kernel packs them: tile by tile, step by step, the tile's rows beside each other."""
-    rows, columns = out.shape
-    steps = weights.shape[1]
-    flat = out.reshape(-1)
-    scratch = np.empty((HALF_ROWS, PANEL), np.float32)
-    flat_scratch = scratch.reshape(-1)
-    tiles = (rows + HALF_ROWS - 1) // HALF_ROWS
-    share = (PANEL + tiles - 1) // tiles  # elements of the next panel that each tile asks for, step by step
-    for panel in range(begin, end):
-        column = panel * PANEL
-        is_whole = column + PANEL <= columns
-        target, stride = (flat, columns) if is_whole else (flat_scratch, PANEL)
-        ahead = min(panel + 1, end - 1) * steps * PANEL
-        row = 0
-        while row < rows:
-            count = tile_rows(row, rows, HALF_ROWS)
-            place = row * columns + column if is_whole else 0
-            _tile(count, target, place, stride, x, row * steps, weights, panel, steps, ahead, share)
-            if not is_whole:
-                copy_tile(out, row, column, columns, scratch, count)
-            row += count
-            ahead += steps * share
+def multiply(out, x, weights, board, task):
+    """out [rows, out_features] = packed rows times weights [panels, steps, PANEL] int16 or uint32, with `board`'s helpers.
+
+    x holds the rows as their kernel packs them: tile by tile, step by step, the tile's rows beside each other.
+    """
+    panels, steps, width = weights.shape
+    board[_OUT], board[_ROWS], board[_WIDTH], board[_X] = out.ctypes.data, out.shape[0], out.shape[1], x.ctypes.data
+    board[_WEIGHTS], board[_STEPS] = weights.ctypes.data, steps
+    share(board, task, panels, 1 + CHUNK_BYTES // (steps * width * weights.itemsize))

@@ -99,6 +99,7 @@ class Driver:
         self.unsent, self.freed = [], []
         self.step += 1
         output = self.runner.execute(plan)
+        self.runner.rest()
         for row, count in scheduled.items():
             self.computed[row] += count
         for row, token in zip(output.rows.tolist(), output.token_ids.tolist(), strict=True):

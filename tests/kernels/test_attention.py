@@ -6,7 +6,7 @@ import torch
 
 from kernels import reference
 from kernels.attention import paged_attention
-from kernels.cpu import threads
+from kernels.cpu.crew import Crew
 
 BLOCK = 16
 
@@ -116,11 +116,12 @@ def test_a_token_is_the_same_bits_in_every_batch_and_chunking(dtype):
     assert torch.equal(alone, whole[199:200])
 
 
-def test_threads_change_nothing():
-    case = make_case([50, 120, 3, 64], [1, 100, 3, 1], 9, 3, 64)
+@pytest.mark.parametrize("context_lens", [[50, 120, 3, 64], [200]])
+def test_threads_change_nothing(context_lens):
+    """Several requests, whose tiles threads take, and one token of one request, whose heads they take."""
+    case = make_case(context_lens, [1, 100, 3, 1] if len(context_lens) > 1 else [1], 9, 3, 64)
     one = paged_attention(*case, 0.125, 0)
-    threads.set_num_threads(3)
-    try:
-        assert torch.equal(paged_attention(*case, 0.125, 0), one)
-    finally:
-        threads.set_num_threads(1)
+    for size in (2, 3):
+        with Crew(size).gather(size):
+            for _ in range(20):
+                assert torch.equal(paged_attention(*case, 0.125, 0), one)

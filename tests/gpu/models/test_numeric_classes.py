@@ -1,6 +1,7 @@
 """SmolLM2 in 16, 8 and 4 bits on the CPU: near transformers on the same rounded weights, near float32 in perplexity, and the same
 bits of a row alone, in a batch and in chunks."""
 
+import os
 import pydoc_data.topics
 
 import numpy as np
@@ -113,6 +114,27 @@ def test_compiled_layers_compute_the_same_bits(runner_of, windows, numerics, mon
     assert runner.model.compiled is not None
     monkeypatch.setattr(runner.model, "compiled", None)
     assert score(runner, windows[:1]).tobytes() == compiled.tobytes()
+
+
+@pytest.mark.parametrize("numerics", [FLOAT16, BFLOAT16, INT8, GGUF], ids=["float16", "bfloat16", "int8", "gguf"])
+def test_threads_that_share_a_step_compute_the_same_bits(smollm2_gguf, runner_of, text, monkeypatch, numerics):
+    """Prompts and decodes of one and of five requests, products and attention shared by three threads."""
+    monkeypatch.setattr("gpu.runner.core_lock.FIRST_BYTE", os.getpid() << 32)  # cores that no engine of this machine uses
+    monkeypatch.setattr("gpu.runner.step_parts.FEWEST_TOKENS", 10_000)
+    config = make_config(smollm2_gguf, **numerics)
+    config.parallel.num_threads = 3
+    together = make_runner(config)
+
+    def logprobs(runner, rows):
+        driver = Driver(runner)
+        for row in range(rows):
+            driver.add(row, text[50 * row : 50 * row + 20 + 5 * row], SCORED)
+        driver.generate(4)
+        entries = [entry for output in driver.outputs for entry in (*output.prompt_logprobs, *output.logprobs)]
+        return b"".join(entry.logprobs.tobytes() for entry in entries)
+
+    for rows in (1, 5):
+        assert logprobs(together, rows) == logprobs(runner_of(numerics), rows)
 
 
 @pytest.mark.parametrize("numerics", [FLOAT16, BFLOAT16, INT8, GGUF], ids=["float16", "bfloat16", "int8", "gguf"])

@@ -33,18 +33,40 @@ def make_cores():
 def test_who_is_alone_has_all(make_cores):
     mine, theirs = make_cores(), make_cores()
     for _ in range(3):
-        with mine.claim(2) as threads:
-            assert threads == 2
-        with theirs.claim(2) as threads:
-            assert threads == 2
+        for cores in (mine, theirs):
+            with cores.claim(2) as threads:
+                assert threads == 2
+            cores.rest()
 
 
-def test_beside_a_busy_engine_there_is_one_core(make_cores):
+def test_beside_a_busy_engine_there_is_one_core_between_its_steps_too(make_cores):
     mine, theirs = make_cores(), make_cores()
-    with theirs.claim(1) as decode, mine.claim(2) as prompt:
-        assert (decode, prompt) == (1, 1)
+    for _ in range(3):
+        with theirs.claim(1) as decode, mine.claim(2) as prompt:
+            assert (decode, prompt) == (1, 1)
+        with mine.claim(2) as prompt:
+            assert prompt == 1
+    theirs.rest()
     with mine.claim(2) as prompt:
         assert prompt == 2
+
+
+def test_who_found_none_has_one_from_the_next_step_on(make_cores):
+    mine, theirs, third = make_cores(), make_cores(), make_cores()
+    with mine.claim(2) as alone:
+        assert alone == 2
+        with theirs.claim(2) as threads:
+            assert threads == 1
+    with mine.claim(2) as threads:
+        assert threads == 1, "somebody has none"
+        with theirs.claim(2) as own, third.claim(2) as none:
+            assert (own, none) == (1, 1)
+    theirs.rest()
+    with mine.claim(2) as threads:
+        assert threads == 1, "the third has none still"
+    third.rest()
+    with mine.claim(2) as threads:
+        assert threads == 2
 
 
 def test_a_step_that_finds_none_still_runs(make_cores):

@@ -100,7 +100,7 @@ def test_plans_and_outputs_cross_the_wire(runner):
     driver.add(0, prompt, SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=1))
 
     class Wire:
-        config = runner.config
+        config, rest = runner.config, runner.rest
 
         def execute(self, plan):
             return decode_output(encode(runner.execute(decode_plan(encode(plan)))))

@@ -31,10 +31,10 @@ def test_few_tokens_stay_together(folder, monkeypatch, num_engines):
     driver.add(0, [5] * 60)
     sizes = []
     work = driver.runner.team.map
-    driver.runner.team.map = lambda compute, parts: sizes.append(len(parts)) or work(compute, parts)
+    driver.runner.team.map = lambda compute, parts, threads: sizes.append((len(parts), threads)) or work(compute, parts, threads)
     for count in (15, 16, 24, 1):
         driver.run({0: count})
-    assert sizes == [1, 1, 3, 1]
+    assert sizes == [(1, 3), (1, 3), (3, 3), (1, 3)]
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,10 @@ def run(runner):
     return driver.tokens, b"".join(bits)
 
 
+@pytest.mark.parametrize("fewest", [1, 1000], ids=["in parts", "in one piece"])
 @pytest.mark.parametrize("numerics", [{"dtype": "float16"}, {"dtype": "float16", "quantization": "int8"}])
-def test_the_same_bits_by_any_number_of_threads(folder, numerics):
+def test_the_same_bits_by_any_number_of_threads(folder, monkeypatch, numerics, fewest):
+    monkeypatch.setattr("gpu.runner.step_parts.FEWEST_TOKENS", fewest)
     expected = run(make_threaded(folder, 1, **numerics))
     for num_threads in (2, 3):
         assert run(make_threaded(folder, num_threads, **numerics)) == expected
@@ -88,7 +90,7 @@ def test_a_request_may_read_what_one_before_it_writes_in_the_same_step(folder):
 
 
 def test_a_step_is_cut_into_as_many_parts_as_are_asked_for(folder, monkeypatch):
-    """How many pay is for `most_parts` to say, once."""
+    """How many pay is for `count_parts` to say, once."""
     driver = Driver(make_threaded(folder, 2, dtype="float16"))
     driver.add(0, [5] * 20)
     seen = []
@@ -143,4 +145,4 @@ def test_a_failure_lets_the_others_go(folder, failing):
 
 
 def test_a_team_of_one_has_no_threads():
-    assert Team(1).map(lambda part: torch.ones(1), [type("P", (), {"attention": None})()])[0] == 1
+    assert Team(1).map(lambda part: torch.ones(1), [type("P", (), {"attention": None})()], 1)[0] == 1

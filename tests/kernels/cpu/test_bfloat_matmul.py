@@ -5,11 +5,16 @@ import hashlib
 import pytest
 import torch
 
-from kernels.cpu.bfloat_matmul import bfloat_matmul, bfloat_rows, pack_bfloat
+from kernels.cpu.bfloat_matmul import bfloat_rows, pack_bfloat
 from kernels.cpu.ir import features
+from kernels.cpu.project import PackedWeight, matmul
 from tests.kernels.cpu.instruction_sets import digest_with_avx2
 
 SHAPES = [(960, 576), (33, 101), (200, 48), (1, 7), (64, 1)]
+
+
+def bfloat_matmul(x, packed, out_features):
+    return matmul(x, PackedWeight(packed, out_features, x.shape[1]))
 
 
 def products():

@@ -7,13 +7,18 @@ import pytest
 import torch
 
 from kernels.cpu.block_kinds import KINDS
-from kernels.cpu.block_matmul import block_matmul, block_rows, pack_blocks
+from kernels.cpu.block_matmul import block_rows, pack_blocks
 from kernels.cpu.ir import features
+from kernels.cpu.project import PackedWeight, matmul
 from kernels.cpu.quantized_blocks import Blocks, Scales, join_rows, quantize, zeros_like
 from tests.kernels.cpu.instruction_sets import digest_with_avx2
 
 SHAPES = [(960, 576), (33, 192), (200, 64)]
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.bits}-{kind.size}-{kind.span}-{kind.is_symmetric}")
+
+
+def block_matmul(x, packed):
+    return matmul(x, PackedWeight(packed.records, packed.out_features, packed.in_features, packed.segments))
 
 
 def make_scales(rows, columns, size, span, generator):

@@ -15,7 +15,7 @@ from numba.core.dispatcher import Dispatcher
 
 import kernels.cpu
 from kernels.attention import paged_attention
-from kernels.cpu.attention import make_attend
+from kernels.cpu import crew
 from tests.kernels.test_attention import make_case
 
 ROOT = Path(__file__).parents[3]
@@ -23,15 +23,14 @@ ROOT = Path(__file__).parents[3]
 
 def attend_with_every_cache():
     """Prints by type of the cache how often attention was compiled, for one token and several, and how often not found."""
-    for dtype, paired in ((torch.float32, False), (torch.float16, False), (torch.bfloat16, True)):
-        attend = make_attend(64, 16, paired)
-        before = len(attend.signatures), sum(attend.stats.cache_misses.values())
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        before = len(crew.tasks)
         for count in (1, 5):
             query, *rest = make_case([40], [count], 9, 3, 64, dtype)
             heads = torch.cat([query.float(), torch.zeros(count, 6, 64)], dim=1)  # as projected: queries, keys, values
             paged_attention(heads[:, :9], *rest, 0.125, 0)
-        after = len(attend.signatures), sum(attend.stats.cache_misses.values())
-        print(*(now - then for now, then in zip(after, before, strict=True)))
+        made = crew.tasks[before:]
+        print(len(made), sum(not task.cache_hits for task in made))
 
 
 def run(cache):
