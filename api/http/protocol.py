@@ -4,6 +4,7 @@
 - A client that keeps the server waiting for its request is hung up on after a bounded time.
 - An offer to go on in another protocol, such as HTTP/2 (h2c), is passed over, as RFC 9110, section 7.8, allows.
 - What is no HTTP gets an answer in the shape of all errors.
+- A header has a largest size, and fields behind a body (trailers) are no headers, which RFC 9110, section 6.5.1, forbids to merge.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from api.errors import phrase_error
 from api.http.response_writer import EXTENSION, ResponseWriter
 
-MAX_HEADER = 1 << 16  # bytes
+MAX_HEADER = 1 << 16  # bytes of a request's target and its header fields
 BODY_PART = 1 << 20  # bytes of a body that must come within the same time as a header
 HOP_HEADERS = frozenset({b"connection", b"upgrade", b"http2-settings"})
 
@@ -28,6 +29,10 @@ class Phase(Enum):
     """The phase of the client's side. New: it has sent nothing yet. Idle: it has sent its requests whole."""
 
     NEW, HEADER, BODY, IDLE = range(4)
+
+
+class HeaderTooLargeError(Exception):
+    """Ends the parser's work from within one of its callbacks."""
 
 
 class Connection(HttpToolsProtocol):
@@ -67,13 +72,16 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._pass_over_upgrade(data[upgrade.args[0] :])
-        except httptools.HttpParserError:
-            self._refuse(400, "This is no HTTP request.")
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, HeaderTooLargeError):
+                self._refuse_header()
+            else:
+                self._refuse(400, "This is no HTTP request.")
         else:
-            if self._phase is Phase.HEADER and self.headers is header:
+            if self._phase is Phase.HEADER and self.headers is header:  # none of it is whole: the parser tells nothing yet
                 self._phase_bytes += len(data)
                 if self._phase_bytes > MAX_HEADER:
-                    self._refuse(431, f"The request's header is larger than {MAX_HEADER} bytes.")
+                    self._refuse_header()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -92,7 +100,13 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._begin(Phase.HEADER)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase is Phase.HEADER:  # else a trailer
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER:
+            raise HeaderTooLargeError
         if self.parser.should_upgrade():
             return
         super().on_headers_complete()
@@ -158,6 +172,9 @@ class Connection(HttpToolsProtocol):
             self._refuse(408, f"The request did not come within {self._request_timeout:g} seconds.")
         else:
             self.transport.close()
+
+    def _refuse_header(self) -> None:
+        self._refuse(431, f"The request's header is larger than {MAX_HEADER} bytes.")
 
     def _refuse(self, status: int, message: str) -> None:
         """The last answer on this connection, or none where others are under way: then it ends behind those."""

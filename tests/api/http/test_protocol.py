@@ -186,6 +186,21 @@ async def test_an_endless_header_is_refused(connect: Connect) -> None:
     assert await socket.rest() == b""
 
 
+@pytest.mark.parametrize("header", ["GET / HTTP/1.1\r\nX: {}", "GET /{} HTTP/1.1", "GET / HTTP/1.1\r\n" + H2C + "X: {}"])
+async def test_a_header_that_comes_whole_has_the_same_limit(connect: Connect, header: str) -> None:
+    socket = await (await connect()).say(header.format("x" * (MAX_HEADER + 1)) + "\r\n\r\n")
+    assert (await socket.answer())["status"] == 431
+    assert await socket.rest() == b""
+    socket = await (await connect()).say(header.format("x" * (MAX_HEADER - 1000)) + "\r\n\r\n")
+    assert (await socket.answer())["status"] == 200
+
+
+async def test_trailers_are_no_headers(connect: Connect) -> None:
+    request = "POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", "2\r\nhe\r\n0\r\nAuthorization: Bearer x\r\n\r\n"
+    answer = await (await (await connect()).say(*request)).answer()
+    assert (answer["body"], answer["headers"]) == ("he", ["transfer-encoding"])
+
+
 @pytest.mark.parametrize("said", ["", "\r\n"])
 async def test_who_says_nothing_is_hung_up_on(connect: Connect, said: str) -> None:
     socket = await connect()
