@@ -22,7 +22,8 @@ class SchedulerConfig:
     )
     scheduling_policy: str = option(
         "fcfs",
-        "order of waiting requests; fcfs: first come, first served; priority: lower values first",
+        "order of waiting requests, in Redis and in the engine; fcfs: first come, first served; "
+        "priority: lower values first, then arrival; engines that share a queue need the same policy",
         choices=("fcfs", "priority"),
     )
     async_scheduling: bool = option(True, "plan a step while its predecessor runs; needs worker processes")

@@ -117,8 +117,8 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=1):
 
 
 class RequestEnded(msgspec.Struct, array_like=True, tag=2):
-    """A request ended without its engine's word (aborted while queued, or its engine died): published by the scripts `finish` and
-    `fail_engine`, which build it with cmsgpack; the field order is theirs too."""
+    """A request ended without a terminal output of its engine: it was aborted while queued, its engine died, or its engine cannot
+    run it. The scripts `finish`, `fail_engine` and `reject` publish it, built with cmsgpack; the field order is theirs too."""
 
     request_id: str
     handle: int
@@ -127,7 +127,7 @@ class RequestEnded(msgspec.Struct, array_like=True, tag=2):
 
 
 class ControlReply(msgspec.Struct, array_like=True, tag=3):
-    """Answer to a control command, on the asker's own channel. `ok` is False, with `error`, when the call failed."""
+    """Answer to a control command, on the channel of the process that asked. `ok` is False, with `error`, when the call failed."""
 
     token: str  # the command's
     ok: bool = True
@@ -157,7 +157,7 @@ class StoredOutput(msgspec.Struct, array_like=True):
 
 
 # Control stream of an engine. `reply_to` is the client (as in EngineCoreRequest.client) that waits for a `ControlReply`, "" when
-# no client does; `token` is the asker's own mark on it.
+# no client does; `token` is that client's own mark on it.
 
 
 class Abort(msgspec.Struct, array_like=True, tag=1):

@@ -68,11 +68,11 @@ BOXES = (
 ARROWS = (
     Arrow(150, 64, 150, 110),
     Arrow(310, 110, 310, 64),
-    Arrow(150, 194, 150, 254, ("enqueue, finish",)),
+    Arrow(150, 194, 150, 254, ("enqueue, finish,", "fail_engine")),
     Arrow(310, 254, 310, 194, ("outputs (pub/sub)",)),
     Arrow(690, 64, 690, 254, ("finish, reads",)),
     Arrow(150, 338, 150, 402, ("take, control",)),
-    Arrow(310, 402, 310, 338, ("flush: one call a step",)),
+    Arrow(310, 402, 310, 338, ("flush: one call a step", "fail_engine at its start")),
     Arrow(690, 402, 690, 338, ("finish, fail_engine", "roll_usage")),
     Arrow(50, 468, 50, 506, ("plan of a step",)),
     Arrow(170, 506, 170, 468, ("sampled tokens",)),

@@ -30,7 +30,7 @@ class AbortResult:
 
 
 class Replies:
-    """Answers of engines on the channel of one asker, each for the command whose token it bears."""
+    """Answers of engines on the channel of one process that asks. An answer bears the token of its command."""
 
     def __init__(self, asker: str) -> None:
         self.asker = asker  # as in `EngineCoreRequest.client`
@@ -47,7 +47,7 @@ class Replies:
             del self._awaited[token]
 
     def take(self, reply: ControlReply) -> None:
-        """One that nobody waits for any more is dropped."""
+        """A reply whose command is not awaited any more is dropped."""
         awaited = self._awaited.get(reply.token)
         if awaited is not None and not awaited.done():
             awaited.set_result(reply)
@@ -61,7 +61,7 @@ async def abort(
     timeout: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> AbortResult:
-    """End a request, whoever sent it, and wait at most `timeout` seconds for its engine. Raises BusUnavailable."""
+    """End a request, of any client, and wait at most `timeout` seconds for its engine. Raises BusUnavailable."""
     with replies.expect() as (token, reply):
         command = Abort(request_id, reply_to=replies.asker, token=token)
         before = (await bus.run(transitions.finish(model, request_id, command))).state

@@ -1,7 +1,7 @@
-"""The asyncio client of the bus: what an API server (or any tool) adds, follows, stops, aborts and asks through.
+"""The asyncio client of the bus, through which an API server adds, follows, stops and aborts requests, and asks engines.
 
-One client a process. It subscribes to its own channel before anything is enqueued, keeps its liveness key, watches the engines'
-heartbeats, and heals streams: after a gap, after silence, and after every reconnect.
+An API server has one client. The client subscribes to its own channel before it enqueues a request. It keeps the API server's
+liveness key and watches the engines' heartbeats. It repairs streams after a gap, after silence, and after every reconnect.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class AsyncClient:
         self._incarnations: dict[str, int] = {}  # engine -> the newest incarnation heard of
         self._bundles: dict[str, TokenizerBundle] = {}
         self._tasks: set[asyncio.Task[Any]] = set()  # for as long as this client lives
-        self._errands: set[asyncio.Task[Any]] = set()  # aborts and repairs that nobody awaits
+        self._errands: set[asyncio.Task[Any]] = set()  # aborts and repairs that no coroutine awaits
 
     # Life
 
@@ -83,7 +83,7 @@ class AsyncClient:
         self._spawn(self._housekeep(), self._tasks)
 
     async def close(self) -> None:
-        """Stop following: open requests are left to whoever reaps this server's, unless they were aborted before."""
+        """Stop following. Maintenance ends the requests that are still open."""
         if self._errands:
             await asyncio.wait(self._errands, timeout=2.0)
         await _cancel(self._tasks | self._errands)
@@ -110,8 +110,8 @@ class AsyncClient:
     ) -> list[RequestStream]:
         """Enqueue a prompt list, whole or not at all; `receivers`, one a request, may get output before this returns.
 
-        Raises Refused, BusUnavailable. On any way out but success the streams are gone again, and what may have reached Redis is
-        ended.
+        Raises Refused, BusUnavailable. In any case but success the client forgets the streams and ends the requests that may have
+        reached Redis.
         """
         streams = [
             RequestStream(request, model, receiver, self._finish, self._forget)
@@ -137,7 +137,7 @@ class AsyncClient:
         return streams
 
     async def abort(self, model: str, request_id: str, timeout: float = 30.0) -> AbortResult:
-        """End a request of anybody's and wait until its engine confirms that its blocks are free. Raises BusUnavailable."""
+        """End a request, of any API server, and wait until its engine confirms that its blocks are free. Raises BusUnavailable."""
         return await abort(self._bus, self._replies, model, request_id, timeout, self._clock)
 
     async def utility(self, engine: EngineInfo, name: str, *arguments: Any, timeout: float = 60.0) -> ControlReply:
@@ -180,20 +180,20 @@ class AsyncClient:
             except BusUnavailable as error:
                 self.directory.trouble = error.trouble
                 logger.warning("%s", error)
-            except Exception:  # of what one model or request brought; the others go on
+            except Exception:  # one model or request caused it; the others go on
                 logger.exception("a round of housekeeping broke off")
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
 
     async def _probe(self, now: float) -> None:
-        """Ask after each stream that was silent for its probe interval, which doubles while nothing comes."""
+        """Read the record of each request whose stream was silent for its probe interval, which doubles with each probe."""
         for stream in list(self._streams.values()):
             if now - stream.last_heard >= stream.probe_interval:
                 stream.probed(now)
                 await self._repair(stream)
 
     async def _repair(self, stream: RequestStream) -> None:
-        """Bring a stream up to what its engine, or its record, has; one whose record cannot be read ends with that error. Raises
-        BusUnavailable."""
+        """Ask for the output that a stream lacks, of its engine or its record. A stream whose record cannot be read ends with that
+        error. Raises BusUnavailable."""
         try:
             await self._catch_up(stream)
         except BusUnavailable:
@@ -220,7 +220,7 @@ class AsyncClient:
                 stream.take_end(FinishReason[record.reason.upper()], record.error or None)
 
     def _finish(self, stream: RequestStream, choice: int, reason: FinishReason, keep: int, stop_reason: str | None) -> None:
-        """How a stream ends a choice, or all: the command is on its way when this returns, and reaches Redis in the end."""
+        """A stream ends a choice, or all. When this returns, the command is on its way; it is sent again until Redis has it."""
         self._errand(self._end(stream.model, stream.request_id, Abort(stream.request_id, choice, reason, keep, stop_reason)))
 
     async def _end(self, model: str, request_id: str, command: Abort) -> FinishOutcome:
@@ -253,7 +253,7 @@ class AsyncClient:
                 await asyncio.sleep(0.1)  # between attempts to reach Redis again
 
     def _take_message(self, payload: bytes) -> None:
-        """A message that cannot be read is as good as lost: the streams that it was for will ask for what it told."""
+        """A message that cannot be read counts as lost: the probes of its streams ask for its contents."""
         try:
             self._take_in(decode_client_message(payload))
         except msgspec.DecodeError as error:
@@ -299,7 +299,7 @@ class AsyncClient:
             stream = self._streams.get(terminal.handle)
             if stream is not None and not stream.take_terminal(terminal):
                 gaps.add(terminal.handle)
-        for handle in gaps & self._streams.keys():  # what came later in the message may have ended it
+        for handle in gaps & self._streams.keys():  # a later part of the message may have ended the stream
             self._errand(self._heal(self._streams[handle]))
 
     async def _heal(self, stream: RequestStream) -> None:
@@ -316,7 +316,7 @@ class AsyncClient:
         self._streams.pop(stream.handle, None)
 
     def _errand(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Work for one request: its failure is logged, and is nobody else's."""
+        """Start work for one request. Its failure is logged and does not stop the process."""
         self._spawn(work, self._errands)
 
     def _spawn(self, work: Coroutine[Any, Any, Any], among: set[asyncio.Task[Any]]) -> None:

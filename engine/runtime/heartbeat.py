@@ -1,9 +1,8 @@
 """The engine's heartbeat: it stands for a loop that makes progress, not for a process that exists.
 
-Every half second the slot's time to live is renewed, with the live snapshot, as long as the step in progress is younger than ten
-times its forecast. A loop that hangs falls silent, and an observer
-declares its engine dead. Redis answers with its time, by which the
-engine sets its clock.
+Every half second the thread renews the slot's time to live, with the live snapshot. It stays silent while a step has run for more
+than ten times the last step's time and more than 20 seconds. API servers or maintenance then declare the engine dead. Redis answers
+a heartbeat with its time, by which the engine sets its clock.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ The core runs on the main thread. Around it: `Intake` (requests and control comm
 
 from __future__ import annotations
 
-import cProfile
 import logging
 import math
 import queue
@@ -21,7 +20,7 @@ from engine.runtime.inflight import HeldRequest, HeldRequests, output_logprobs, 
 from engine.runtime.intake import Arrival, Intake
 from engine.runtime.kv_pressure import KVPressure
 from engine.runtime.publisher import Publisher, StepEvents
-from engine.runtime.utility_calls import run_utility
+from engine.runtime.utility_calls import UtilityCalls
 from engine.scheduling.request import Request
 from engine.scheduling.step_outputs import StepOutputs
 
@@ -43,11 +42,11 @@ class EngineLoop:
         self._stopping = False
         self._deadline = math.inf  # monotonic
         self._failure: BaseException | None = None
-        self.profile: cProfile.Profile | None = None
         self._pressure = KVPressure(core.limits)
 
     def attach(self, intake: Intake, publisher: Publisher, heartbeat: Heartbeat) -> None:
         self.intake, self.publisher, self.heartbeat = intake, publisher, heartbeat
+        self._utilities = UtilityCalls(self.core, intake, heartbeat)
 
     def run(self) -> None:
         """The main loop."""
@@ -174,7 +173,7 @@ class EngineLoop:
     def _replay(self, command: Replay, events: StepEvents) -> None:
         held = self.held.get(command.request_id)
         if held is None or not 0 <= command.choice < len(held.choices):
-            return  # over: the asker finds it in the record
+            return  # over: the process that asked finds it in the record
         request = held.choices[command.choice]
         tokens = self._tokens_of(request)[command.offset :]
         message = EngineCoreOutputs("", 0, 0, logprobs=held.logprobs[command.choice][command.offset :], finished=[])
@@ -188,7 +187,7 @@ class EngineLoop:
         events.replays.append((command.client, message))
 
     def _run_utility(self, command: Utility, events: StepEvents) -> None:
-        reply = run_utility(self, command)
+        reply = self._utilities.run(command)
         if command.reply_to:
             events.replies.append((command.reply_to, reply))
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Starts Redis with one user a role, each with the keys and commands that its role needs and no more (keys: engine/keys.py).
+# Starts Redis with one user a role, each with the keys and commands that its role needs and no more (keys: engine/bus/keys.py).
 # Passwords come from the environment. Nobody is anybody without one, but for the health check, which may say PING.
 set -eu
 umask 077

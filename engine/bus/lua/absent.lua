@@ -1,11 +1,11 @@
--- absent: has a heartbeat key been missing at two looks of maintenance, far enough apart?
+-- absent: has a heartbeat key been missing at two looks, far enough apart?
 --
 -- KEYS the heartbeat's key, marker
 -- ARGV least time between the looks in ms, most time in ms
 -- Answer: 1 where it has.
 --
 -- The looks may be different processes', so the marker of the first one is kept here. It bears the server's run id: a heartbeat that
--- ran out while Redis itself was down proves nothing. It ends by itself where nobody comes back for a second look.
+-- ran out while Redis itself was down proves nothing. It expires where no process takes a second look.
 
 local least, most = tonumber(ARGV[1]), ARGV[2]
 

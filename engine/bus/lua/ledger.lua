@@ -52,7 +52,7 @@ local function field_of(flat, name)
   return nil
 end
 
--- id and payload of an entry; nil where it was trimmed away by somebody else's hand.
+-- id and payload of an entry; nil where another program trimmed it away.
 local function read_entry(entry)
   local found = redis.call('XRANGE', REQUESTS, entry, entry)
   if #found == 0 then return nil, nil end

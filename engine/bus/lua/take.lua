@@ -4,13 +4,13 @@
 -- ARGV slot, incarnation, count, nonce, prefix of consumers, places: how many more the caller could run, share's time to live in ms
 -- Answer: a list of entry, payload, and when it was enqueued and taken (epoch seconds).
 --
--- No more than the caller's fair share: what waits is thought to be poured over the sharers, each standing at the height of what it has in
--- flight and filled no higher than its places allow; the caller may fill itself up to the level that comes of it. A sharer is a living
--- engine that asked within the time to live of a share: who sleeps, hangs or was full for so long holds nothing back. Invariants, when all
--- have said their places and ask until nobody gets anything:
---   nothing waits while a sharer has places; nor does an engine take more than it has places for, to wait with it, what another has places
---   for: beyond all places there is only the surplus, which goes to who asks first;
---   who took stands no higher than one above whoever has places left.
+-- No more than the caller's fair share: engines are filled like vessels, the one with the fewest requests in flight first, each up to its
+-- places. A sharer is a living engine that asked within the time to live of a share; an engine that sleeps, hangs or was full for so long
+-- holds nothing back. Invariants, when all sharers have said their places and ask until no sharer gets a request:
+--   no request waits while a sharer has places;
+--   no engine takes more requests than it has places for, while another has places for them; the surplus beyond all places goes to the
+--   engines that ask first;
+--   an engine that took has at most one request in flight more than an engine that has places left.
 -- Places are what the caller says (seats, and none while KV blocks are short), less what it took since; not `count`, which is less
 -- while a step's worth is on its way to the scheduler, and more where a full engine keeps a line.
 --
