@@ -128,7 +128,7 @@ async def _serve(app: FastAPI, listener: socket.socket) -> int:
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # nobody asks for the client's address
+            proxy_headers=False,  # no code reads the client's address
             timeout_keep_alive=service.config.keep_alive_timeout,
             timeout_graceful_shutdown=LAST_WORDS_SECONDS,
             backlog=BACKLOG,

@@ -23,7 +23,7 @@ class Timer:
         self._cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device=device) if on_gpu else None
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """The median on a GPU, which nobody else uses; the fastest on a CPU."""
+        """The median on a GPU, which no other process uses; the fastest on a CPU."""
         return statistics.median(self._runs(work)) if self.device.type == "cuda" else self.fastest(work)
 
     def fastest(self, work: Callable[[], object]) -> float:

@@ -36,7 +36,7 @@ def stand_ins() -> Iterator[list[str]]:
         _Absent.callable_now = False
         sys.meta_path.remove(finder)
         for name in absent:
-            _forget(name)  # whoever asks later whether it is there hears the truth
+            _forget(name)  # a later check whether the package is there gets the true answer
 
 
 def _imports(name: str) -> bool:

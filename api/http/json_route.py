@@ -22,7 +22,7 @@ from api.preparation.readers import Readers
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # RFC 8259 allows to ignore it; some stacks send it
 LARGE_BYTES = 64 * 1024  # parsed in 15 ms at the worst; longer bodies are read in another process
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what access logs and metrics show
+CLIENT_CLOSED_REQUEST = 499  # no client reads it; access logs and metrics show it
 
 
 class JsonRoute(APIRoute):

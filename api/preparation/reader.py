@@ -67,7 +67,7 @@ class Reader:
 
 
 def _name(value: Any) -> Any:
-    return (MODEL, None) if isinstance(value, ServedModel) else None  # the asker knows which one it gave
+    return (MODEL, None) if isinstance(value, ServedModel) else None  # the API server knows which one it gave
 
 
 def _parse(schema: Any, raw: bytes) -> BaseModel:

@@ -83,7 +83,7 @@ class ReaderProcess:
             self._loaded.add(files.content_hash)
 
     async def _ask(self, frame: bytes, raw: bytes = b"", find: Callable[[Any], Any] = lambda name: None) -> Any:
-        """The answer to a command. An exchange that has begun goes on when its asker is cancelled: the next one comes behind it."""
+        """The answer to a command. An exchange that has begun goes on when its waiting task is cancelled; the next one follows."""
         good, value = unpack(await asyncio.shield(self._begin(frame, raw)), find)
         if not good:
             raise value
@@ -93,7 +93,7 @@ class ReaderProcess:
         exchange = asyncio.create_task(self._exchange(frame, raw))
         self._exchanges.add(exchange)
         exchange.add_done_callback(self._exchanges.discard)
-        exchange.add_done_callback(lambda exchange: exchange.cancelled() or exchange.exception())  # nobody may be left to ask
+        exchange.add_done_callback(lambda exchange: exchange.cancelled() or exchange.exception())  # no task may be left to read it
         return exchange
 
     async def _exchange(self, frame: bytes, raw: bytes) -> bytes:

@@ -82,7 +82,7 @@ class PromptLogprobsCollector:
 
     def __init__(self, prompt_token_ids: Sequence[int]) -> None:
         self._prompt = prompt_token_ids
-        self._rows: dict[int, tuple[list[int], list[float], int]] = {}  # by position; nearly nobody asks for them
+        self._rows: dict[int, tuple[list[int], list[float], int]] = {}  # by position; few requests ask for them
         self._entries: list[TokenLogprobs] = []  # of the echo, once they were asked for
 
     @property

@@ -80,7 +80,7 @@ class ReplayExecutor(Executor):
         return [self._recording.token(prompt[0], offset)] if offset >= 0 else []
 
     def check_health(self) -> None:
-        """There is nobody who could be ill."""
+        """No engine process exists that could fail."""
 
 
 def _done(result: Any) -> Future[Any]:

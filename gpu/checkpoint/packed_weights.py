@@ -216,7 +216,7 @@ def _forget_old(folder: Path) -> None:
     used: dict[str, float] = {}
     files = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
     for path in files:
-        with suppress(FileNotFoundError):  # somebody else forgets too
+        with suppress(FileNotFoundError):  # another process may remove it too
             used[path.name[:32]] = max(used.get(path.name[:32], 0.0), path.stat().st_mtime)
     kept = sorted(used, key=lambda model: used[model], reverse=True)[:MOST_MODELS]
     for path in files:

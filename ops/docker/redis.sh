@@ -1,6 +1,6 @@
 #!/bin/sh
 # Starts Redis with one user a role, each with the keys and commands that its role needs and no more (keys: engine/bus/keys.py).
-# Passwords come from the environment. Nobody is anybody without one, but for the health check, which may say PING.
+# Passwords come from the environment. A client without one may say PING only, for the health check.
 set -eu
 umask 077
 

@@ -117,7 +117,7 @@ def _is_unwell(executor: Executor) -> bool:
 
 
 def _is_gone(pid: int) -> bool:
-    """Also when nobody reaps it: the parent of these tests' orphans may be a process that does not."""
+    """Also when no process reaps it: the parent of these tests' orphans may be a process that does not."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -68,7 +68,7 @@ local function check_limits(requests)
   return nil
 end
 
--- An id that a client uses for ever must not fill Redis, but a live request is found under its id whoever else uses it: only what
+-- An id that a client uses for ever must not fill Redis, but a live request is found under its id, however many share it: only what
 -- has ended goes, looked for among the oldest.
 local function trim_external(index)
   local excess = redis.call('ZCARD', index) - EXTERNAL_KEPT

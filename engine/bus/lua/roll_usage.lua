@@ -1,5 +1,5 @@
--- roll_usage: lines of the usage stream become sums of their days, and are gone, at once: each line counts exactly once, whoever is
--- killed and however many do it.
+-- roll_usage: lines of the usage stream become sums of their days, and are gone, at once. Each line counts exactly once, even if a
+-- process is killed or several run it.
 --
 -- KEYS usage stream, days, prefix of the days' hashes
 -- ARGV lines at most, time in ms that a day's sums are kept

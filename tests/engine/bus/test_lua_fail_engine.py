@@ -1,4 +1,4 @@
-"""fail_engine.lua: what a dead engine had in flight ends with one error each, and nobody else's does."""
+"""fail_engine.lua: each request that a dead engine had taken ends with one error, and no other request ends."""
 
 from __future__ import annotations
 

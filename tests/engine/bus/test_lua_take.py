@@ -199,7 +199,7 @@ def test_a_line_is_kept_of_the_surplus_alone(world: World) -> None:
 def test_nothing_waits_while_somebody_has_room_and_who_takes_rises_no_higher_than_others(
     world: World, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines of any room, which changes, come in any order, ask for more or less than that, until nobody gets anything."""
+    """Engines with changing numbers of places ask in any order, for more or less than that, until no engine gets a request."""
     monkeypatch.setattr(transitions, "SHARE_TTL", 60.0)
     chance = random.Random(seed)
     engines = sharers(world, chance.randint(2, 5))

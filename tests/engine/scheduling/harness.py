@@ -92,7 +92,7 @@ class Engine:
         return out[0], self.take_in(out)
 
     def plan_and_keep(self) -> SchedulerOutput:
-        """A step whose outputs change nobody's place in the running order, so that its plan can be read afterwards."""
+        """A step whose outputs change no request's place in the running order, so that its plan can be read afterwards."""
         plan, outputs = self.step()
         assert not outputs.finished
         return plan

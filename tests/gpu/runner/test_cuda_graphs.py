@@ -133,7 +133,7 @@ def test_prompt_chunks_of_one_token_sample_only_at_their_end(folder):
 
 
 def test_a_captured_step_reads_no_tensor_and_launches_the_same_whatever_it_holds():
-    """Tensors of torch's meta device have shapes alone: whoever looked into one, as no captured code may, would be refused."""
+    """Tensors of torch's meta device have shapes alone: code that reads their values, as no captured code may, is refused."""
     pytest.importorskip("triton")
     from triton.runtime.jit import JITFunction
 

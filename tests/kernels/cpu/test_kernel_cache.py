@@ -56,7 +56,7 @@ def test_what_other_versions_compiled_goes_after_a_month_without_use(tmp_path):
 
 
 def test_attention_is_compiled_once_for_each_type_of_cache(tmp_path):
-    """In a copy of this machine's cache, which nobody else writes to: what is not there yet is compiled once, and found again."""
+    """In a copy of this machine's cache, to which no other process writes: the first use compiles, the second finds it."""
     own = Path(numba.config.CACHE_DIR)
     shutil.copytree(own, tmp_path / own.name, ignore=shutil.ignore_patterns("*.tmp.*"))  # written just now
     assert all(signatures == 1 and misses <= 1 for signatures, misses in run(tmp_path))
