@@ -97,7 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
     ) -> None:
         self.max_model_len = 28
-        config = SchedulerConfig(budget, num_rows, threshold, policy, shrink, watermark)
+        config = SchedulerConfig(budget, num_rows, threshold, policy, shrink_chunks=shrink, watermark=watermark)
         self.scheduler = Scheduler(config, block_size, num_blocks, self.max_model_len, caching)
         self.worker = WorkerOracle(
             num_rows=num_rows, budget=budget, block_size=block_size, num_blocks=num_blocks, salt_of=self._salt_of
