@@ -32,9 +32,8 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from engine.bus.call import Argument, BusUnavailable, Call, Fenced, Trouble, UnfitRedis
+from engine.bus.call import BusUnavailable, Call, Fenced, Trouble, UnfitRedis
 from engine.bus.pipeline import Line, open_line
-from engine.bus.resp import pack
 
 T = TypeVar("T")
 
@@ -159,13 +158,6 @@ def _first_error(answers: list[Any], keep_errors: bool) -> list[Any]:
     return answers
 
 
-class _Packer:
-    """Commands as redis-py's connections want them."""
-
-    def pack(self, name: str, *arguments: Argument) -> list[bytes]:
-        return [pack(*name.split(), *arguments)]
-
-
 class Bus:
     """Blocking. Connections are pooled; one bus serves all threads of a process. Must not be used across a fork."""
 
@@ -182,7 +174,6 @@ class Bus:
             max_connections=max_connections,
             timeout=timeout,
             retry=Retry(NoBackoff(), 0),
-            command_packer=_Packer(),
             **_options(timeout),
         )
         client = redis.Redis(connection_pool=pool)

@@ -1,9 +1,11 @@
-"""RESP2, Redis' protocol (https://redis.io/docs/latest/develop/reference/protocol-spec/): commands to bytes, bytes to answers."""
+"""RESP2, Redis' protocol (https://redis.io/docs/latest/develop/reference/protocol-spec/), by hiredis: commands to bytes, bytes to
+answers. Its C took less than half the time of Python's for commands, and for answers between two thirds and a 25th."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import hiredis
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -28,80 +30,28 @@ _ERRORS: dict[str, type[RedisError]] = {
     "READONLY": ReadOnlyError,
     "WRONGPASS": AuthenticationError,
 }
+_INCOMPLETE = object()  # the rest of an answer has not come yet
 
 
 def pack(*command: Argument) -> bytes:
-    """One command in one piece: half the time of redis-py's own packer, and one packet."""
-    pieces = [b"*%d\r\n" % len(command)]
-    for argument in command:
-        value = argument if isinstance(argument, bytes) else str(argument).encode()
-        pieces.append(b"$%d\r\n%b\r\n" % (len(value), value))
-    return b"".join(pieces)
-
-
-class Incomplete(Exception):
-    """The rest of an answer has not come yet."""
+    """One command in one piece, and so in one packet."""
+    packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]  # its stub knows tuples of one
+    return packed
 
 
 class Answers:
-    """Answers out of what a connection gives, piece by piece: bytes, int, None, lists; errors are exceptions that are not raised.
-
-    An answer whose pieces come apart is read from its beginning at each of them, which is right for the short ones of scripts.
-    """
+    """Answers out of a connection's bytes, piece by piece: bytes, int, None, lists; errors are exceptions that are not raised."""
 
     def __init__(self) -> None:
-        self._data = b""
+        self._reader = hiredis.Reader(InvalidResponse, _error, notEnoughData=_INCOMPLETE)
 
     def feed(self, data: bytes) -> list[Any]:
         """The answers that `data` completes. Raises InvalidResponse."""
-        self._data = data = self._data + data
-        answers, at = [], 0
-        try:
-            while at < len(data):
-                answer, at = _read(data, at)
-                answers.append(answer)
-        except Incomplete:
-            pass
-        self._data = data[at:]
+        self._reader.feed(data)
+        answers = []
+        while (answer := self._reader.gets()) is not _INCOMPLETE:
+            answers.append(answer)
         return answers
-
-
-def _read(data: bytes, at: int) -> tuple[Any, int]:
-    """The answer that begins at `at`, and where the next one does. Raises Incomplete, InvalidResponse."""
-    end = data.find(b"\r\n", at)
-    if end < 0:
-        raise Incomplete
-    kind, head, at = data[at : at + 1], data[at + 1 : end], end + 2
-    match kind:
-        case b"$":
-            return _read_bulk(data, at, int(head))
-        case b"*":
-            return _read_array(data, at, int(head))
-        case b":":
-            return int(head), at
-        case b"+":
-            return head, at
-        case b"-":
-            return _error(head.decode("utf-8", "replace")), at
-    raise InvalidResponse(f"an answer begins with {kind!r}")
-
-
-def _read_bulk(data: bytes, at: int, size: int) -> tuple[bytes | None, int]:
-    if size < 0:
-        return None, at
-    if len(data) < at + size + 2:
-        raise Incomplete
-    return data[at : at + size], at + size + 2
-
-
-def _read_array(data: bytes, at: int, count: int) -> tuple[list[Any] | None, int]:
-    if count < 0:
-        return None, at
-    items = []
-    for _ in range(count):
-        item, at = _read(data, at)
-        items.append(item)
-    return items, at
 
 
 def _error(message: str) -> Exception:

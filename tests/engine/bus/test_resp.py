@@ -41,7 +41,7 @@ def test_errors_are_redis_pys(line: bytes, kind: type[Exception], message: str) 
         assert type(error) is kind and str(error) == message
 
 
-@pytest.mark.parametrize("data", [b"HTTP/1.1 400\r\n", b"%1\r\n"])
+@pytest.mark.parametrize("data", [b"HTTP/1.1 400\r\n", b"?1\r\n"])
 def test_what_is_no_answer(data: bytes) -> None:
     with pytest.raises(InvalidResponse):
         Answers().feed(data)
