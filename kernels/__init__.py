@@ -56,4 +56,5 @@ def _remove_unused(folder: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-numba.config.CACHE_DIR = str(_cache_directory())  # type: ignore[attr-defined]  # made at import, out of the environment
+CACHE_DIRECTORY = _cache_directory()
+numba.config.CACHE_DIR = str(CACHE_DIRECTORY)  # type: ignore[attr-defined]  # made at import, out of the environment

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 LAYOUT_VERSION = 4  # changes with what packing makes
 MOST_MODELS = 4  # kept in a folder; the least recently used go
 _NAME = re.compile(r"[0-9a-f]{32}-\d+-of-\d+\.weights")
+_STEP = re.compile(r"([0-9a-f]{32})-\d+-of-\d+-[0-9a-f]{16}\.step")  # by gpu.runner.step_memory
 _LENGTH = struct.Struct("<Q")  # of the index, the file's last bytes
 
 
@@ -224,6 +225,9 @@ def _forget_old(folder: Path) -> None:
             with suppress(OSError):
                 path.unlink()
                 path.with_suffix(".lock").unlink()
+    for path in folder.iterdir():
+        if (found := _STEP.fullmatch(path.name)) and found[1] not in kept:
+            path.unlink(missing_ok=True)
 
 
 def packed_name(checkpoint: Checkpoint, numerics: Numerics, group: TensorParallelGroup) -> str:

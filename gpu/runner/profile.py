@@ -17,9 +17,11 @@ from gpu.models.kv_cache import KVCache
 from gpu.plan import NewRequest, SamplingParams, SchedulerOutput
 from gpu.runner.input_batch import Batch
 from gpu.runner.sampler import Sampler
+from gpu.runner.step_memory import StepMemory
 
 MOST_CPU_KV_BYTES = 4 << 30
 PROMPT_LEN = 512  # tokens of each prompt in a measured step
+SHORT_LEN = 64  # tokens of a step where the largest one's memory is known
 
 _EVERY_FILTER = SamplingParams(
     temperature=0.5,
@@ -47,8 +49,9 @@ class Profiler:
         make_batch: Callable[[int], Batch],
         num_ranks: int,
         device: torch.device,
+        memory: StepMemory | None = None,
     ) -> None:
-        """`make_batch` takes the longest request's tokens."""
+        """`make_batch` takes the longest request's tokens; `memory` knows, or learns, the memory of a CPU's largest step."""
         self.config = config
         self.device = device
         self._model = model
@@ -56,14 +59,14 @@ class Profiler:
         self._make_kv = make_kv
         self._make_batch = make_batch
         self._num_ranks = num_ranks
+        self._memory = memory or StepMemory(None)
         self.seconds_per_token = 0.0  # of the prompts in the largest step; on a GPU without the time that they then take
 
     def available_kv_bytes(self) -> int:
         """This rank's share of what the largest step leaves; ranks and replicas live in the same memory of a CPU."""
         utilization = self.config.cache.gpu_memory_utilization
         if self.device.type == "cpu":
-            self._largest_step()  # maps the weights and compiles, which is not what a step needs
-            activations = passing_memory(self._largest_step)
+            activations = self._step_memory()
             workers = self._num_ranks * max(1, self.config.parallel.data_parallel_size)  # which all have steps
             share = utilization * (available_memory() - workers * activations)
             return max(0, int(min(share, MOST_CPU_KV_BYTES)) // workers)
@@ -75,13 +78,31 @@ class Profiler:
         _, total = torch.cuda.mem_get_info(self.device)
         return max(0, int(utilization * total) - peak)
 
+    def _step_memory(self) -> int:
+        """Bytes that the largest step has at its peak and gives back. What is compiled at first use is compiled then."""
+        known = self._memory.read()
+        step = self._largest_step if known is None else self._short_step
+        step()  # maps the weights and compiles, which is not what a step needs
+        if known is not None:
+            step()
+            return known
+        found = passing_memory(step)
+        self._memory.write(found)
+        return found
+
     def _largest_step(self) -> None:
         """The whole token budget in prompts of PROMPT_LEN tokens, then logits and sampling of the most rows a step may have."""
-        budget = self.config.max_num_batched_tokens
+        self._step(self.config.max_num_batched_tokens, self.config.max_num_seqs)
+
+    def _short_step(self) -> None:
+        """As much as tells how long a token takes."""
+        self._step(min(SHORT_LEN, self.config.max_num_batched_tokens), min(2, self.config.max_num_seqs))
+
+    def _step(self, budget: int, num_rows: int) -> None:
         started = time.perf_counter()
         hidden = self._prompt_step(budget)
         self.seconds_per_token = (time.perf_counter() - started) / budget
-        rows = np.arange(self.config.max_num_seqs, dtype=np.int32)
+        rows = np.arange(num_rows, dtype=np.int32)
         batch = self._make_batch(min(budget, PROMPT_LEN))
         for row in rows.tolist():
             batch.apply(_new_request_plan(row, _EVERY_FILTER if row else SamplingParams(temperature=0.0)))

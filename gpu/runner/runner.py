@@ -26,6 +26,7 @@ from gpu.runner.cuda_graphs import CudaGraphs, PaddedDecode, capture_sizes
 from gpu.runner.input_batch import OVERRUN, Batch, Step
 from gpu.runner.profile import Profiler
 from gpu.runner.sampler import Sampler, top_logprobs
+from gpu.runner.step_memory import step_memory
 from gpu.runner.step_parts import Part, Team, count_parts, split
 
 logger = logging.getLogger(__name__)
@@ -70,15 +71,18 @@ class ModelRunner:
         self.cores = Cores(num_threads)
         torch.set_num_threads(1 if self.in_parts else num_threads)
         self.fingerprint = self._fingerprint()
-        weights = open_weights(self._weights_folder(), packed_name(self.checkpoint, self.numerics, self.group))
+        name = packed_name(self.checkpoint, self.numerics, self.group)
+        weights = open_weights(self._weights_folder(), name)
+        self.step_memory = step_memory(self._weights_folder(), name, self.config, self.kv_dtype)
         self.model = load_model(self.checkpoint, self.numerics, self.device, self.group, progress, weights)
         self.checkpoint.close()
 
     @torch.inference_mode()
     def capacity(self) -> Capacity:
-        """After `load`. Runs the largest step there can be, which also compiles what is compiled at first use."""
+        """After `load`. Runs steps, the largest there can be unless its memory is known, which compile what is not compiled yet."""
         model_config, cache = self.model.config, self.config.cache
-        profiler = Profiler(self.config, self.model, self.sampler, self.make_kv, self.make_batch, self.group.size, self.device)
+        makers = (self.make_kv, self.make_batch)
+        profiler = Profiler(self.config, self.model, self.sampler, *makers, self.group.size, self.device, self.step_memory)
         available = profiler.available_kv_bytes()
         if cache.kv_cache_memory_bytes is not None:
             available = cache.kv_cache_memory_bytes

@@ -150,9 +150,12 @@ def test_the_models_used_last_are_kept_and_nothing_else_is_touched(tmp_path):
     for number, name in enumerate(names):
         fill(tmp_path / name)
         os.utime(tmp_path / name, (number, number))
+        (tmp_path / f"{name.removesuffix('.weights')}-{'a' * 16}.step").write_text("5")  # gpu.runner.step_memory's
     fill(tmp_path / NAME.replace("0" * 32, "f" * 32))
     left = sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".weights")
     assert left == [*names[-2 * (MOST_MODELS - 1) :], NAME.replace("0" * 32, "f" * 32)]
+    steps = [f"{name.removesuffix('.weights')}-{'a' * 16}.step" for name in names[-2 * (MOST_MODELS - 1) :]]
+    assert sorted(path.name for path in tmp_path.glob("*.step")) == steps
     assert (tmp_path / "mine").is_dir()
     assert (tmp_path / "model.safetensors").read_text() == "precious"
 

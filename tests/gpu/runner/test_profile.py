@@ -17,6 +17,7 @@ from gpu import control_group, machine
 from gpu.config import WorkerConfig
 from gpu.runner.profile import Profiler
 from gpu.runner.sampling_table import SamplingTable
+from gpu.runner.step_memory import StepMemory
 from gpu.runner.token_rules import Histories
 from tests.gpu.engine_stub import make_config, make_runner
 from tests.gpu.tiny_models import save_model
@@ -125,3 +126,42 @@ def test_the_largest_step_samples_all_rows(tmp_path: Path) -> None:
 
     Profiler(runner.config, runner.model, sample, runner.make_kv, runner.make_batch, 1, runner.device)._largest_step()
     assert sampled == [(7, list(range(7)), 6)]
+
+
+def test_a_later_start_knows_what_the_largest_step_needs(tmp_path: Path) -> None:
+    model, folder = tmp_path / "model", tmp_path / "folder"
+    save_model("llama", model)
+    folder.mkdir()
+
+    def start(**more: Any) -> tuple[int, list[int]]:
+        """Bytes for KV, and the tokens of the steps that were computed."""
+        runner = make_runner(make_config(model, dtype="float16", weights_cache_dir=str(folder), **more))
+        forward, steps = runner.model.forward, []
+
+        def count(token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+            steps.append(len(token_ids))
+            return forward(token_ids, *rest)
+
+        runner.model.forward = count  # type: ignore[method-assign]
+        capacity = runner.capacity()
+        assert capacity.profiled_seconds_per_token > 0
+        return capacity.available_kv_bytes, steps
+
+    first, steps = start(budget=300)
+    assert steps == [300, 300]
+    again, steps = start(budget=300)
+    assert steps == [64, 64]
+    assert again == pytest.approx(first, abs=CLOSE)
+    assert start(budget=200)[1] == [200, 200], "the largest step is another one"
+    for kept in folder.glob("*.step"):
+        kept.write_text("nonsense")
+    assert start(budget=300)[1] == [300, 300]
+    assert start(budget=300)[1] == [64, 64], "it is made anew"
+
+
+def test_where_nothing_can_be_kept_the_largest_step_is_computed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    memory = StepMemory(tmp_path / "nowhere" / "file")
+    assert memory.read() is None
+    memory.write(5)
+    assert "cannot be written" in caplog.text
+    assert StepMemory(None).read() is None
