@@ -116,7 +116,7 @@ def _counted(view: RecordView, engine: EngineInfo | None) -> RecordView:
     if view.id in engine.progress:
         return replace(view, output_tokens=engine.progress[view.id])
     num_tokens = engine.waiting.get(view.id, 0)
-    if num_tokens or not view.first_token:  # preempted, or not begun; else it has begun since the snapshot
+    if num_tokens or not view.scheduled:  # preempted, or not begun; else it has begun since the snapshot
         return replace(view, state="waiting", output_tokens=num_tokens)
     return view
 
