@@ -1,6 +1,6 @@
 #!/bin/sh
 # Starts Redis with one user a role, each with the keys and commands that its role needs and no more (keys: engine/bus/keys.py).
-# Passwords come from the environment. A client without one is refused, but the user health may say PING.
+# Passwords come from the environment. A client without one may say PING only, for the health check.
 set -eu
 umask 077
 
@@ -15,7 +15,7 @@ cat > "$data/users.acl" <<ACL
 user default off
 user health on nopass +ping
 user admin on >$REDIS_ADMIN_PASSWORD ~* &* +@all
-user api on >$REDIS_API_PASSWORD &headrace:* $commands $ledger ~$model:control:* ~$model:absent:* ~headrace:api:* ~headrace:apis $slots %R~$model:tokenizer:* %R~$model:journal:* %R~$model:usage:* %R~headrace:models
+user api on >$REDIS_API_PASSWORD &headrace:* $commands $ledger ~$model:control:* ~headrace:api:* ~headrace:apis $slots %R~$model:tokenizer:* %R~$model:journal:* %R~$model:usage:* %R~headrace:models
 user engine on >$REDIS_ENGINE_PASSWORD &headrace:* $commands $ledger ~$model:control:* $slots ~$model:claim:* ~$model:taken:* ~$model:shares ~$model:journal:* ~$model:tokenizer:* ~headrace:models
 user maintenance on >$REDIS_MAINTENANCE_PASSWORD &headrace:* $commands $ledger ~$model:control:* ~$model:usage:* ~$model:absent:* $slots %R~headrace:models ~headrace:api:* ~headrace:apis ~headrace:absent:* ~headrace:celery:*
 ACL

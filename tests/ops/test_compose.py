@@ -17,8 +17,6 @@ import pytest
 import redis
 import yaml
 
-from engine.bus import keys, leases
-from engine.bus.connection import Bus
 from tests.redis_server import embedded_valkey
 from tests.waiting import wait_for
 
@@ -102,17 +100,6 @@ def test_every_role_does_its_work_with_its_own_rights(guarded: dict[str, str], s
         assert used["requests"] == 2
     for name in ("engine", "api", "maintenance"):
         assert "Traceback" not in (tmp_path / name).read_text(), (tmp_path / name).read_text()
-
-
-@pytest.mark.parametrize("role", ["api", "maintenance"])
-def test_an_observer_may_look_after_an_engine_that_is_missing(guarded: dict[str, str], role: str) -> None:
-    model = f"missing-{role}"
-    with redis.Redis.from_url(guarded["admin"]) as admin:
-        admin.xgroup_create(keys.requests(model), keys.GROUP, "0", mkstream=True)
-        admin.xadd(keys.requests(model), {"id": "r"})
-        admin.xreadgroup(keys.GROUP, keys.consumer("0"), {keys.requests(model): ">"})
-    with Bus(guarded[role]) as bus:
-        until(lambda: bus.run(leases.dead_engines(model, ttl=0.0)) == [leases.DeadEngine("0", 0)], 10)
 
 
 def answer(redis_url: str, *arguments: str) -> Any:

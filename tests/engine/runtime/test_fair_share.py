@@ -12,7 +12,7 @@ import pytest
 from engine.client.client import AsyncClient
 from engine.protocol import FinishReason
 from tests.engine.conftest import MODEL, RunningEngine
-from tests.engine.runtime.test_loop import add, collect, expected, make_request, settled
+from tests.engine.runtime.test_loop import add, expected, make_request, settled
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +25,10 @@ async def run(client: AsyncClient, count: int, max_tokens: int = 100, prompt: in
     """So many requests at once, to their ends: slot -> how many ran there."""
     alike = [make_request(client, prompt=prompt, max_tokens=max_tokens) for _ in range(count)]
     requests = [msgspec.structs.replace(each, cache_salt=each.request_id) for each in alike]  # no two share blocks
-    streams = [stream for request in requests for stream in await add(client, request)]
-    for request, (tokens, (end,)) in zip(requests, await asyncio.gather(*map(collect, streams)), strict=True):
+    followers = [follower for request in requests for follower in await add(client, request)]
+    for request, (tokens, (end,)) in zip(
+        requests, await asyncio.gather(*(follower.whole() for follower in followers)), strict=True
+    ):
         assert tokens == [expected(request, prompt=prompt)] and end.reason == FinishReason.LENGTH
     records = await asyncio.gather(*(client.record(MODEL, request.request_id) for request in requests))
     return Counter(record.engine for record in records if record is not None)
