@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from engine.config import SchedulerConfig
+from engine.scheduling.step_cost import NO_COST, StepCost
 from gpu.config import CacheConfig, Capacity, ModelConfig
 
 CPU_STEP_SECONDS = 0.5  # a CPU prefill step longer than this would hold up every stream
@@ -38,12 +40,22 @@ def step_limits(config: SchedulerConfig, device: str, memory_bytes: int = 0, dev
     return config.max_num_batched_tokens or tokens, config.max_num_seqs or seqs
 
 
-def calibrated_budget(config: SchedulerConfig, budget: int, capacity: Capacity) -> int:
-    """The token budget, lowered on a CPU so that a full step takes half a second, never below 128. A configured one stands."""
+def step_cost(config: SchedulerConfig, capacity: Capacity) -> tuple[StepCost, float]:
+    """What the workers measured of steps, and the longest step in seconds: half a second on a CPU, else none.
+
+    A configured token budget stands, however long its steps take.
+    """
     if config.max_num_batched_tokens or capacity.device != "cpu" or not capacity.profiled_seconds_per_token:
+        return NO_COST, math.inf
+    cost = StepCost(per_token=capacity.profiled_seconds_per_token, per_context=capacity.profiled_seconds_per_context)
+    return cost, CPU_STEP_SECONDS
+
+
+def calibrated_budget(budget: int, cost: StepCost, max_seconds: float) -> int:
+    """The token budget, lowered so that a step of one prompt's first tokens takes no longer than that, never below 128."""
+    if cost is NO_COST:
         return budget
-    affordable = int(CPU_STEP_SECONDS / capacity.profiled_seconds_per_token)
-    return min(budget, max(128, affordable // 32 * 32))
+    return min(budget, max(128, int(cost.tokens_within(max_seconds, 0)) // 32 * 32))
 
 
 def fit_kv_cache(model: ModelConfig, cache: CacheConfig, capacity: Capacity) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.protocol import EngineCoreRequest, EngineStats, FinishReason
-from engine.runtime.capacity import Limits, calibrated_budget, fit_kv_cache, step_limits
+from engine.runtime.capacity import Limits, calibrated_budget, fit_kv_cache, step_cost, step_limits
 from engine.scheduling.request import Request, make_requests
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_outputs import StepOutputs
@@ -45,7 +45,8 @@ class EngineCore:
         self.executor = Executor.make(worker_config)
         try:
             self.capacity = self.executor.start(progress)
-            budget = calibrated_budget(config.scheduler, budget, self.capacity)
+            cost, max_step_seconds = step_cost(config.scheduler, self.capacity)
+            budget = calibrated_budget(budget, cost, max_step_seconds)
             max_model_len, num_blocks = fit_kv_cache(config.model, config.cache, self.capacity)
             self.executor.allocate_kv(num_blocks, max_model_len)
         except BaseException:
@@ -60,6 +61,8 @@ class EngineCore:
             num_blocks,
             max_model_len,
             config.cache.enable_prefix_caching,
+            cost,
+            max_step_seconds,
         )
 
     def make_requests(self, source: EngineCoreRequest, enqueued: float, received: float) -> list[Request]:

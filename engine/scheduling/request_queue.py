@@ -54,13 +54,22 @@ class WaitingQueue:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
-    def pop(self) -> Request:
-        request = self.peek()
-        if request is None:
-            raise IndexError("no request waits")
-        heapq.heappop(self._heap)
+    def first(self, count: int) -> list[Request]:
+        """At most `count`, in order."""
+        if not self._num_waiting or count <= 0:
+            return []
+        ended = len(self._heap) - self._num_waiting
+        entries = heapq.nsmallest(count + ended, self._heap, key=lambda entry: entry[0])
+        return [request for _, request in entries if not request.status.finished][:count]
+
+    def remove(self, request: Request) -> None:
+        """One that waits; the first one costs least."""
+        if self.peek() is request:
+            heapq.heappop(self._heap)
+        else:
+            self._heap = [entry for entry in self._heap if entry[1] is not request]
+            heapq.heapify(self._heap)
         self._num_waiting -= 1
-        return request
 
     def remove_ended(self) -> None:
         """One of the requests here has ended (its status says which)."""

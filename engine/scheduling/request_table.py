@@ -70,9 +70,9 @@ class LiveRequests:
         self._stop_tokens.add(request)
         self._waiting.push(request)
 
-    def start(self, hit: PrefixHit, num_blocks: int) -> Request:
-        """The head of the queue runs, with its prefix hit and `num_blocks` more."""
-        request = self._waiting.pop()
+    def start(self, request: Request, hit: PrefixHit, num_blocks: int) -> None:
+        """A waiting request runs, with its prefix hit and `num_blocks` more."""
+        self._waiting.remove(request)
         self._kv.admit(request, hit, num_blocks)
         request.status = RequestStatus.RUNNING
         most = max(request.sampling.max_tokens, 1)  # where none is wanted, the first one ends the request and is not kept
@@ -83,7 +83,6 @@ class LiveRequests:
         while position and self._order_key(rows.request(int(rows.running[position - 1]))) > key:
             position -= 1
         rows.run(row, position)
-        return request
 
     def preempt(self, request: Request) -> None:
         """Recompute later: blocks go back, tokens stay, and the request waits before all that came after it."""

@@ -7,8 +7,11 @@ first, then waiting ones, under one token budget. Plain synchronous code without
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +19,14 @@ import numpy as np
 from engine.config import SchedulerConfig
 from engine.protocol import INVALID_REQUEST, EngineStats, FinishReason
 from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.prompt_shares import MOST_PROMPTS, PromptPart, Room, share
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.request_columns import Counts, Rows, RowTable
 from engine.scheduling.request_queue import WaitingQueue
 from engine.scheduling.request_table import LiveRequests
 from engine.scheduling.stats import SchedulerStatistics
 from engine.scheduling.step_builder import PlannedStep, StepDraft
+from engine.scheduling.step_cost import NO_COST, StepCost, StepPace
 from engine.scheduling.step_outputs import StepOutputs, trim_prompt_logprobs
 from engine.scheduling.stop_check import stop_after
 from gpu.plan import Int32Array, ModelRunnerOutput, SchedulerOutput
@@ -53,8 +58,11 @@ class Scheduler:
         num_blocks: int,
         max_model_len: int,
         enable_prefix_caching: bool = True,
+        cost: StepCost = NO_COST,
+        max_step_seconds: float = math.inf,
     ) -> None:
-        """`config` has its None values resolved; `num_blocks` counts the null block. Raises ValueError for impossible limits."""
+        """`config` has its None values resolved; `num_blocks` counts the null block. Prompts are cut so that no step takes longer
+        than `max_step_seconds` by its `cost`. Raises ValueError for impossible limits."""
         if not (config.max_num_batched_tokens or 0) > 0 < (config.max_num_seqs or 0):
             raise ValueError("max_num_batched_tokens and max_num_seqs must be at least 1")
         assert config.max_num_batched_tokens and config.max_num_seqs
@@ -73,6 +81,8 @@ class Scheduler:
         self.blocked: BlockedAdmission | None = None
         self._short_of_blocks = False  # the last plan left requests waiting for blocks; read by another thread
         self._watermark_blocks = int(config.watermark * self.kv.pool.num_usable)
+        self._max_step_seconds = max_step_seconds
+        self._pace = StepPace(cost, max_step_seconds)
         self._step = 0
         self._steps_out: deque[PlannedStep] = deque()
 
@@ -109,7 +119,7 @@ class Scheduler:
         if len(self._steps_out) > 1:
             raise RuntimeError("two steps are out already")
         self._step += 1
-        draft = StepDraft(self._step, now, self.max_num_batched_tokens)
+        draft = self._make_draft(now)
         rows, num_tokens = self._schedule_running(draft)
         self.blocked = None
         if draft.num_preempted == 0:
@@ -120,9 +130,14 @@ class Scheduler:
             num_tokens = np.concatenate([num_tokens, np.array(draft.new_num_tokens, dtype=np.int64)])
         return self._commit(draft, rows, num_tokens)
 
+    def _make_draft(self, now: float) -> StepDraft:
+        cost = self._pace.cost
+        room = Room(self.max_num_batched_tokens, self._max_step_seconds - cost.per_step, cost)
+        return StepDraft(self._step, now, room, replace(room))
+
     def _commit(self, draft: StepDraft, rows: Rows, num_tokens: Counts) -> SchedulerOutput:
         table = self.rows
-        total = self.max_num_batched_tokens - draft.budget
+        total = self.max_num_batched_tokens - draft.room.tokens
         freed_rows: list[int] = []
         if total:
             computed = table.num_computed[rows] + num_tokens
@@ -130,7 +145,8 @@ class Scheduler:
             sampling_rows = rows[computed == table.num_tokens[rows]]
             table.num_tokens[sampling_rows] += 1
             table.last_step[rows] = draft.step
-            self._steps_out.append(PlannedStep(draft.step, rows, num_tokens, sampling_rows))
+            seconds = self._max_step_seconds - draft.room.seconds
+            self._steps_out.append(PlannedStep(draft.step, rows, num_tokens, sampling_rows, seconds))
             freed_rows = self.live.take_freed_rows()
         self.statistics.step_planned(total)
         return draft.plan(rows, num_tokens, total, freed_rows)
@@ -148,21 +164,52 @@ class Scheduler:
         num_tokens = np.minimum(known - computed, self._chunk_cap())
         if self._steps_out:  # the last token of a request may be on its way: nothing is left to compute
             num_tokens[known >= table.max_tokens[rows]] = 0
-        total = int(num_tokens.sum())
-        if total > draft.budget:
-            before = num_tokens.cumsum() - num_tokens
-            num_tokens = np.clip(draft.budget - before, 0, num_tokens)
+        if (num_tokens > 1).any() or (len(self.waiting) and table.num_free):
+            num_tokens = self._share_with_prompts(draft, rows, num_tokens, computed)
+        elif int(num_tokens.sum()) > draft.room.tokens:
+            num_tokens = _clip(num_tokens, draft.room.tokens)
         growing = (computed + num_tokens > table.capacity[rows]).nonzero()[0]
         if growing.size:
             num_kept = self._grow(draft, rows, num_tokens, growing)
             rows, num_tokens = rows[:num_kept], num_tokens[:num_kept]
         if rows.size and num_tokens.min() == 0:
             rows, num_tokens = rows[num_tokens > 0], num_tokens[num_tokens > 0]
-        draft.budget -= int(num_tokens.sum())
+        draft.room.take_all(num_tokens, table.num_computed[rows])
         for index in (num_tokens > 1).nonzero()[0].tolist():
             row = int(rows[index])
             self._announce(table.request(row), int(table.num_computed[row]), int(num_tokens[index]), draft.step)
         return rows, num_tokens
+
+    def _share_with_prompts(self, draft: StepDraft, rows: Rows, wanted: Counts, computed: Counts) -> Counts:
+        """Tokens of each running request: all that are wanted where they fit, with those of the first that wait; else decodes have
+        theirs, and prompts share the rest. Those of waiting prompts are noted in the draft."""
+        room, is_prompt = draft.spare, wanted > 1
+        num_tokens = np.where(is_prompt, 0, wanted)
+        if int(num_tokens.sum()) >= room.tokens:  # decodes alone fill the step: all in order, so that no prompt starves
+            num_tokens = _clip(wanted, room.tokens)
+            room.take_all(num_tokens, computed)
+            return num_tokens
+        room.take_all(num_tokens, computed)
+        cap, by_priority = self._chunk_cap(), self.config.scheduling_policy == "priority"
+        parts: list[PromptPart] = []
+        for index in is_prompt.nonzero()[0].tolist():
+            rank = self.rows.request(int(rows[index])).priority if by_priority else 0
+            left = int(self.rows.num_tokens[rows[index]] - computed[index])
+            parts.append(PromptPart(left, int(computed[index]), cap, rank))
+        num_running = len(parts)
+        waiting = self._next_admissible(MOST_PROMPTS - num_running)
+        for request in waiting:
+            cached = len(self.kv.find_hit(request).block_ids) * self.block_size
+            parts.append(PromptPart(request.num_tokens - cached, cached, cap, request.priority if by_priority else 0, waits=True))
+        if share(parts, room, self.block_size):
+            draft.parts = {one: part.tokens for one, part in zip(waiting, parts[num_running:], strict=True) if part.tokens}
+        num_tokens[is_prompt] = [part.tokens for part in parts[:num_running]]
+        return num_tokens
+
+    def _next_admissible(self, count: int) -> list[Request]:
+        """The first that wait, as far as there are rows for them and none waits for its own last step to return."""
+        first = self.waiting.first(min(count, self.rows.num_free))
+        return list(itertools.takewhile(lambda request: request.row < 0, first))
 
     def _announce(self, request: Request, num_computed: int, num_tokens: int, step: int) -> None:
         first, last = num_computed // self.block_size, (num_computed + num_tokens) // self.block_size
@@ -232,8 +279,11 @@ class Scheduler:
 
     def _schedule_waiting(self, draft: StepDraft) -> None:
         """Admit from the head of the queue, in order, until budget, rows or blocks are used up: a head that lacks blocks is never
-        passed by, so that it cannot starve."""
-        while draft.budget > 0 and self.rows.num_free > 0:
+        passed by, so that it cannot starve. Where prompts share the step, those that got a part come first."""
+        for sharer in list(draft.parts):
+            if not self.rows.num_free or not self._admit(sharer, draft):
+                return
+        while draft.room.tokens > 0 and self.rows.num_free > 0:
             request = self.waiting.peek()
             if request is None or not self._admit(request, draft):
                 return
@@ -249,7 +299,9 @@ class Scheduler:
             return True
         hit = self.kv.find_hit(request)
         num_computed = len(hit.block_ids) * self.block_size
-        num_tokens = min(request.num_tokens - num_computed, draft.budget, self._chunk_cap())
+        num_tokens = draft.part_of(request, num_computed, min(request.num_tokens - num_computed, self._chunk_cap()))
+        if num_tokens == 0:
+            return False
         num_blocks = self.kv.num_blocks_for(num_computed + num_tokens) - len(hit.block_ids)
         reserved = self._watermark_blocks if self.rows.num_running else 0
         available = max(0, pool.num_free - hit.num_free - reserved)
@@ -260,7 +312,7 @@ class Scheduler:
             num_tokens, num_blocks = available * self.block_size, available
         if request.status is RequestStatus.WAITING:
             self._note_first_admission(request, num_computed, draft.now)
-        self.live.start(hit, num_blocks)
+        self.live.start(request, hit, num_blocks)
         self._announce(request, num_computed, num_tokens, draft.step)
         draft.admit(request, num_computed, num_tokens)
         return True
@@ -283,6 +335,7 @@ class Scheduler:
             if not self._steps_out or output is None or self._steps_out[0].step != plan.step or output.step != plan.step:
                 raise RuntimeError(f"step {plan.step} is not the one whose output is due")
             planned = self._steps_out.popleft()
+            self._pace.observe(planned.seconds, output.forward_seconds)
             self._take_in(planned, output, outputs, now)
             self.kv.step_returned(planned.step)
             self.live.step_returned(planned.step)
@@ -450,3 +503,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError when blocks, rows or counts do not add up. For idle times and tests."""
         self.live.check_integrity()
+
+
+def _clip(num_tokens: Counts, budget: int) -> Counts:
+    """The first of them, as far as the budget goes."""
+    return np.clip(budget - (num_tokens.cumsum() - num_tokens), 0, num_tokens)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.scheduling.prompt_shares import Room
 from engine.scheduling.request import Request
 from engine.scheduling.request_columns import Counts, Rows
 from gpu.plan import NewRequest, SchedulerOutput
@@ -19,13 +20,16 @@ class PlannedStep:
     rows: Rows
     num_tokens: Counts
     sampling_rows: Rows
+    seconds: float  # as predicted
 
 
 @dataclass(slots=True)
 class StepDraft:
     step: int
     now: float  # epoch seconds
-    budget: int  # tokens left
+    room: Room
+    spare: Room  # what no prompt has been promised
+    parts: dict[Request, int] = field(default_factory=dict)  # tokens promised to waiting prompts, in the policy's order
     new_requests: list[NewRequest] = field(default_factory=list)
     new_rows: list[int] = field(default_factory=list)
     new_num_tokens: list[int] = field(default_factory=list)
@@ -33,11 +37,20 @@ class StepDraft:
     grown_blocks: list[int] = field(default_factory=list)
     num_preempted: int = 0
 
+    def part_of(self, request: Request, num_computed: int, wanted: int) -> int:
+        """How many of `wanted` tokens a waiting prompt may compute: what it was promised, else what no other was."""
+        promised = self.parts.pop(request, None)
+        if promised is not None:
+            return min(wanted, promised)
+        tokens = self.spare.fitting(wanted, num_computed)
+        self.spare.take(tokens, num_computed)
+        return tokens
+
     def admit(self, request: Request, num_computed: int, num_tokens: int) -> None:
         """A request that got its row and blocks computes `num_tokens` from position `num_computed` on."""
         self.new_rows.append(request.row)
         self.new_num_tokens.append(num_tokens)
-        self.budget -= num_tokens
+        self.room.take(num_tokens, num_computed)
         self.new_requests.append(
             NewRequest(
                 row=request.row,

@@ -22,6 +22,7 @@ from gpu.runner.step_memory import StepMemory
 MOST_CPU_KV_BYTES = 4 << 30
 PROMPT_LEN = 512  # tokens of each prompt in a measured step
 SHORT_LEN = 64  # tokens of a step where the largest one's memory is known
+LONG_CONTEXT = 4096  # tokens, or as many as the model takes: what a prompt's end is measured behind
 
 _EVERY_FILTER = SamplingParams(
     temperature=0.5,
@@ -60,7 +61,8 @@ class Profiler:
         self._make_batch = make_batch
         self._num_ranks = num_ranks
         self._memory = memory or StepMemory(None)
-        self.seconds_per_token = 0.0  # of the prompts in the largest step; on a GPU without the time that they then take
+        self._seconds_per_token = 0.0  # of the prompts in the last step; on a GPU without the time that they then take
+        self._prompt_len = 0  # of the prompts in that step
 
     def available_kv_bytes(self) -> int:
         """This rank's share of what the largest step leaves; ranks and replicas live in the same memory of a CPU."""
@@ -90,6 +92,22 @@ class Profiler:
         self._memory.write(found)
         return found
 
+    def prompt_cost(self) -> tuple[float, float]:
+        """After `available_kv_bytes`: seconds of a token of a prompt, and how many more for each token that it attends to."""
+        near = self._prompt_len / 2  # tokens that one of the last step attended to, on average
+        context = min(LONG_CONTEXT, self._model.config.max_position_embeddings) - SHORT_LEN
+        far = context + SHORT_LEN / 2
+        if far < 2 * near:  # too short a context to make a difference
+            return self._seconds_per_token, 0.0
+        per_context = max(0.0, self._seconds_behind(context) / SHORT_LEN - self._seconds_per_token) / (far - near)
+        return max(self._seconds_per_token - per_context * near, self._seconds_per_token / 10), per_context
+
+    def _seconds_behind(self, context: int) -> float:
+        """Of SHORT_LEN tokens of one prompt behind `context` others."""
+        started = time.perf_counter()
+        self._forward(np.array([0, SHORT_LEN], np.int32), context + np.arange(SHORT_LEN), context + SHORT_LEN)
+        return time.perf_counter() - started
+
     def _largest_step(self) -> None:
         """The whole token budget in prompts of PROMPT_LEN tokens, then logits and sampling of the most rows a step may have."""
         self._step(self.config.max_num_batched_tokens, self.config.max_num_seqs)
@@ -101,7 +119,8 @@ class Profiler:
     def _step(self, budget: int, num_rows: int) -> None:
         started = time.perf_counter()
         hidden = self._prompt_step(budget)
-        self.seconds_per_token = (time.perf_counter() - started) / budget
+        self._seconds_per_token = (time.perf_counter() - started) / budget
+        self._prompt_len = min(budget, PROMPT_LEN)
         rows = np.arange(num_rows, dtype=np.int32)
         batch = self._make_batch(min(budget, PROMPT_LEN))
         for row in rows.tolist():
@@ -111,18 +130,22 @@ class Profiler:
 
     def _prompt_step(self, budget: int) -> torch.Tensor:
         """Hidden states of `budget` tokens, [budget, hidden], in prompts of at most PROMPT_LEN that overwrite each other's KV."""
-        model, block_size = self._model, self.config.cache.block_size
-        length = min(budget, PROMPT_LEN, model.config.max_position_embeddings)
-        num_requests, num_blocks = -(-budget // length), -(-length // block_size)
-        kv = self._make_kv(1 + num_blocks, shared=True)
-        model.rotary.ensure(length)
+        length = min(budget, PROMPT_LEN, self._model.config.max_position_embeddings)
+        num_requests = -(-budget // length)
         query_start = np.minimum(np.arange(num_requests + 1, dtype=np.int32) * length, budget)
-        positions = np.arange(budget) % length
+        return self._forward(query_start, np.arange(budget) % length, length)
+
+    def _forward(self, query_start: np.ndarray, positions: np.ndarray, longest: int) -> torch.Tensor:
+        """Hidden states of tokens at `positions`, of requests that begin at `query_start` and have at most `longest` tokens."""
+        model, block_size = self._model, self.config.cache.block_size
+        num_blocks = -(-longest // block_size)
+        kv = self._make_kv(1 + num_blocks, shared=True)
+        model.rotary.ensure(longest)
         step = AttentionMetadata(
             block_tables=self._send(1 + np.arange(num_blocks, dtype=np.int32)[np.newaxis]),
-            rows=self._send(np.zeros(num_requests, np.int32)),
+            rows=self._send(np.zeros(len(query_start) - 1, np.int32)),
             query_start=self._send(query_start),
-            context_lens=self._send(np.diff(query_start)),
+            context_lens=self._send(positions[query_start[1:] - 1].astype(np.int32) + 1),
             slots=self._send(block_size + positions),
         )
         return model.forward(self._send(positions % model.config.vocab_size), self._send(positions), kv, step)

@@ -84,6 +84,7 @@ class ModelRunner:
         makers = (self.make_kv, self.make_batch)
         profiler = Profiler(self.config, self.model, self.sampler, *makers, self.group.size, self.device, self.step_memory)
         available = profiler.available_kv_bytes()
+        cost = profiler.prompt_cost() if self.device.type == "cpu" else (0.0, 0.0)
         if cache.kv_cache_memory_bytes is not None:
             available = cache.kv_cache_memory_bytes
             if self.device.type == "cpu" and available > (total := machine.total_memory()):  # which would be noticed only when used
@@ -99,7 +100,8 @@ class ModelRunner:
             ),
             available_kv_bytes=available,
             fingerprint=self.fingerprint,
-            profiled_seconds_per_token=profiler.seconds_per_token if self.device.type == "cpu" else 0.0,
+            profiled_seconds_per_token=cost[0],
+            profiled_seconds_per_context=cost[1],
         )
 
     def allocate_kv(self, num_blocks: int, max_model_len: int) -> None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from engine.config import SchedulerConfig
-from engine.runtime.capacity import GIB, DoesNotFit, calibrated_budget, fit_kv_cache, step_limits
+from engine.runtime.capacity import GIB, DoesNotFit, calibrated_budget, fit_kv_cache, step_cost, step_limits
 from gpu.config import CacheConfig, Capacity, ModelConfig
 
 
-def capacity(available: int, seconds_per_token: float = 0.0) -> Capacity:
+def capacity(available: int, seconds_per_token: float = 0.0, seconds_per_context: float = 0.0) -> Capacity:
     return Capacity(
         max_model_len=2048,
         vocab_size=100,
@@ -22,6 +22,7 @@ def capacity(available: int, seconds_per_token: float = 0.0) -> Capacity:
         available_kv_bytes=available,
         fingerprint="f",
         profiled_seconds_per_token=seconds_per_token,
+        profiled_seconds_per_context=seconds_per_context,
     )
 
 
@@ -43,12 +44,16 @@ def test_step_limits_by_device(device: str, memory: int, name: str, expected: tu
 def test_configured_step_limits_stand() -> None:
     config = SchedulerConfig(max_num_batched_tokens=96, max_num_seqs=3)
     assert step_limits(config, "cuda", 180 * GIB) == (96, 3)
-    assert calibrated_budget(config, 96, capacity(0, seconds_per_token=1.0)) == 96
+    assert calibrated_budget(96, *step_cost(config, capacity(0, seconds_per_token=1.0))) == 96
 
 
-@pytest.mark.parametrize(("seconds_per_token", "budget"), [(0.0005, 512), (0.002, 224), (0.1, 128), (0.0, 512)])
-def test_a_cpu_step_stays_under_half_a_second(seconds_per_token: float, budget: int) -> None:
-    assert calibrated_budget(SchedulerConfig(), 512, capacity(0, seconds_per_token)) == budget
+@pytest.mark.parametrize(
+    ("seconds_per_token", "seconds_per_context", "budget"),
+    [(0.0005, 0.0, 512), (0.002, 0.0, 224), (0.002, 1e-5, 160), (0.1, 0.0, 128), (0.0, 0.0, 512)],
+)
+def test_a_cpu_step_stays_under_half_a_second(seconds_per_token: float, seconds_per_context: float, budget: int) -> None:
+    cost, longest = step_cost(SchedulerConfig(), capacity(0, seconds_per_token, seconds_per_context))
+    assert calibrated_budget(512, cost, longest) == budget
 
 
 def test_the_models_own_length_when_it_fits() -> None:

@@ -10,6 +10,13 @@ from engine.scheduling.request_queue import WaitingQueue, fcfs_key, priority_key
 from tests.engine.scheduling.harness import make_request
 
 
+def pop(queue: WaitingQueue) -> Request:
+    request = queue.peek()
+    assert request is not None
+    queue.remove(request)
+    return request
+
+
 def arrive(queue: WaitingQueue, *requests: Request) -> None:
     for sequence, request in enumerate(requests):
         request.sequence = sequence
@@ -24,7 +31,7 @@ def test_first_come_first_served_ignores_priority() -> None:
     queue = WaitingQueue("fcfs")
     arrive(queue, make_request("a", priority=5, arrival_time=9.0), make_request("b", priority=0, arrival_time=1.0))
     assert names(queue) == ["a", "b"]
-    assert [queue.pop().request_id for _ in range(2)] == ["a", "b"]
+    assert [pop(queue).request_id for _ in range(2)] == ["a", "b"]
 
 
 def test_priority_then_arrival_then_sequence() -> None:
@@ -58,9 +65,19 @@ def test_ended_requests_are_skipped_and_swept() -> None:
         queue.remove_ended()
     assert len(queue) == 1 and queue.peek() is requests[99]
     assert len(queue._heap) < 30, "ended requests pile up"
-    assert queue.pop() is requests[99] and queue.peek() is None and len(queue) == 0
-    with pytest.raises(IndexError):
-        queue.pop()
+    assert pop(queue) is requests[99] and queue.peek() is None and len(queue) == 0
+
+
+def test_the_first_are_named_in_order_and_one_from_the_middle_may_leave() -> None:
+    queue = WaitingQueue("fcfs")
+    requests = [make_request(name) for name in "abcde"]
+    arrive(queue, *requests)
+    requests[0].end(FinishReason.ABORT, -1, None, None, 0.0)
+    queue.remove_ended()
+    assert [request.request_id for request in queue.first(2)] == ["b", "c"]
+    queue.remove(requests[2])
+    assert names(queue) == ["b", "d", "e"] and len(queue) == 3
+    assert queue.first(0) == [] and [request.request_id for request in queue.first(9)] == ["b", "d", "e"]
 
 
 def test_keys_order_victims() -> None:

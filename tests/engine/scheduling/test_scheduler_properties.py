@@ -22,6 +22,7 @@ from engine.config import SchedulerConfig
 from engine.protocol import FinishReason
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_cost import NO_COST, StepCost
 from engine.scheduling.step_outputs import StepOutputs
 from gpu.plan import ModelRunnerOutput, NewRequest, SamplingParams, SchedulerOutput, child_seed, decode_output, decode_plan, encode
 from tests.engine.scheduling.worker_oracle import VOCAB_SIZE, WorkerOracle, expected_answer
@@ -83,6 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         shrink=st.booleans(),
         watermark=st.sampled_from([0.0, 0.0, 0.2]),
         caching=st.sampled_from([True, True, True, False]),
+        cost=st.sampled_from([NO_COST, NO_COST, StepCost(0.1, 0.1, 0.0), StepCost(0.0, 0.05, 0.01), StepCost(5.0, 1.0, 1.0)]),
     )
     def start(
         self,
@@ -95,10 +97,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         shrink: bool,
         watermark: float,
         caching: bool,
+        cost: StepCost,
     ) -> None:
         self.max_model_len = 28
         config = SchedulerConfig(budget, num_rows, threshold, policy, shrink_chunks=shrink, watermark=watermark)
-        self.scheduler = Scheduler(config, block_size, num_blocks, self.max_model_len, caching)
+        limit = math.inf if cost is NO_COST else 1.0
+        self.scheduler = Scheduler(config, block_size, num_blocks, self.max_model_len, caching, cost, limit)
         self.worker = WorkerOracle(
             num_rows=num_rows, budget=budget, block_size=block_size, num_blocks=num_blocks, salt_of=self._salt_of
         )
@@ -275,7 +279,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan.total_num_scheduled_tokens:
             type(self).num_steps += 1
             type(self).num_hit_tokens += sum(new.num_computed_tokens for new in plan.new_requests)
-            self.out.append((plan, decode_output(encode(self.worker.execute(decode_plan(encode(plan)))))))
+            output = self.worker.execute(decode_plan(encode(plan)))
+            output.forward_seconds = (plan.step * 37 % 50) / 10  # steps take what they take
+            self.out.append((plan, decode_output(encode(output))))
         else:
             assert not plan.new_requests and not len(plan.rows) and not plan.freed_rows
             self._receive(scheduler.update_from_output(plan, None, self.time))
@@ -308,7 +314,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert head in preempted or restarted, "a preempted request is not at the head"
         admitted = [scheduler.rows.request(new.row) for new in plan.new_requests]
         still_live = [request for request in waiting if not request.status.finished]
-        assert admitted == still_live[: len(admitted)], "somebody was passed by"
+        assert set(map(id, admitted)) <= set(map(id, still_live))
+        if admitted != still_live[: len(admitted)]:  # prompts share the step: only shorter ones pass others by
+            passed = [request for request in still_live[: still_live.index(admitted[-1])] if request not in admitted]
+            assert not by_priority or all(request.priority >= admitted[-1].priority for request in passed)
 
     def _take_in(self) -> None:
         plan, output = self.out.popleft()

@@ -134,7 +134,7 @@ def test_a_later_start_knows_what_the_largest_step_needs(tmp_path: Path) -> None
     folder.mkdir()
 
     def start(**more: Any) -> tuple[int, list[int]]:
-        """Bytes for KV, and the tokens of the steps that were computed."""
+        """Bytes for KV, and the tokens of the steps that were computed before the one behind a long context."""
         runner = make_runner(make_config(model, dtype="float16", weights_cache_dir=str(folder), **more))
         forward, steps = runner.model.forward, []
 
@@ -145,7 +145,7 @@ def test_a_later_start_knows_what_the_largest_step_needs(tmp_path: Path) -> None
         runner.model.forward = count  # type: ignore[method-assign]
         capacity = runner.capacity()
         assert capacity.profiled_seconds_per_token > 0
-        return capacity.available_kv_bytes, steps
+        return capacity.available_kv_bytes, steps[:2]
 
     first, steps = start(budget=300)
     assert steps == [300, 300]
