@@ -106,7 +106,7 @@ def running(server: Server) -> Iterator[Running]:
                 _wait_until_healthy(url, process, log.name)
                 yield Running(url, psutil.Process(process.pid))
             finally:
-                _stop(process)
+                stop_family(process)
 
 
 def stop_on_sigterm() -> None:
@@ -125,7 +125,8 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: str) ->
         time.sleep(0.2)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop_family(process: subprocess.Popen[bytes]) -> None:
+    """Ends a server in order, and what is left of its processes after a while."""
     family = _tree(psutil.Process(process.pid)) if process.poll() is None else []
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):

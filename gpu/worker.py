@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -211,9 +212,15 @@ class Worker:
 
     def _load(self, command: Load) -> Runner:
         logging.getLogger().setLevel(command.log_level)
+        times = [time.perf_counter()]
         runner = make_runner(command.config, self.rank, command.init_method)
+        times.append(time.perf_counter())
         runner.load(lambda fraction: self.report(Progress(fraction)))
+        times.append(time.perf_counter())
         capacity = runner.capacity()
+        times.append(time.perf_counter())
+        phases = [after - before for before, after in pairwise(times)]
+        logger.info("rank %d is loaded: %.1f s imports, %.1f s weights, %.1f s profile", self.rank, *phases)
         gc.collect()
         gc.freeze()  # what loading made lives as long as the process: no collection need look at it again
         self.report(Loaded(capacity))
