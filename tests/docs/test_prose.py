@@ -9,10 +9,8 @@ import pytest
 from ops.settings import SETTINGS
 from tests.docs.prose import ROOT, complaint, documents, sentences
 
-NOT_YET = ("benchmarks.md",)  # its diary is on its way into docs/history
 
-
-@pytest.mark.parametrize("path", [path for path in documents() if path.name not in NOT_YET], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
 def test_sentences_are_short_and_name_their_actors(path: Path) -> None:
     found = [f"{why}: {sentence}" for sentence in sentences(path.read_text()) if (why := complaint(sentence))]
     assert not found, f"{path.relative_to(ROOT)}:\n" + "\n".join(found)
