@@ -1,13 +1,12 @@
-"""A model's decoder layers on the CPU in compiled calls: where a step has few tokens, Python would take longer than arithmetic."""
+"""A decoder's layers on the CPU in one compiled call: in a step of few tokens, Python would take longer than arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gpu.models.attention import AttentionMetadata
 from gpu.models.decoder import DecoderLayer
@@ -22,10 +21,18 @@ class CompiledLayers:
     """Compute what the layers that they were made of do, to the same bits."""
 
     def __init__(self, layers: Sequence[DecoderLayer]) -> None:
+        self._layers = layers  # whose memory is described
         self._num_heads = layers[0].attention.num_heads
-        operands = [_operands(layer) for layer in layers]
-        # A call takes layers whose operands are of the same types: mostly all of them.
-        self._runs = [tuple(run) for _, run in groupby(operands, _types)]
+        norms = [(layer.input_norm, layer.post_attention_norm) for layer in layers]
+        attends = [layer.attention.attend for layer in layers]
+        self._operands = (
+            np.stack([[norm.weight.numpy() for norm in pair] for pair in norms]),
+            np.array([[norm.epsilon for norm in pair] for pair in norms], np.float32),
+            np.stack([[_description(linear) for linear in _linears(layer)] for layer in layers]),
+            np.array([layer.mlp.intermediate_size for layer in layers]),
+            np.array([attend.scale for attend in attends], np.float32),
+            np.array([attend.window for attend in attends]),
+        )
 
     @classmethod
     def fit(cls, layers: Sequence[DecoderLayer]) -> bool:
@@ -42,40 +49,24 @@ class CompiledLayers:
         step: AttentionMetadata,
     ) -> None:
         """As `DecoderLayer`, one after the other; `hidden` becomes the last one's output."""
+        keys, values = kv.arrays[0]
         arrays = (positions.numpy(), cos_sin.numpy(), step.slots.numpy(), step.arrays)
-        keys, _ = kv.arrays[0]
         numbers = (self._num_heads, tile_tokens(self._num_heads, keys), attention_task(keys))
-        first = 0
-        for run in self._runs:
-            caches = tuple(kv.arrays[first : first + len(run)])
-            run_layers(hidden.numpy(), residual.numpy(), run, caches, *arrays, *numbers, crew.board(), first, *step.paces)
-            first += len(run)
+        state = (hidden.numpy(), residual.numpy())
+        run_layers(*state, *self._operands, kv.addresses, keys, values, *arrays, *numbers, crew.board(), *step.paces)
 
 
 def _is_plain(layer: DecoderLayer) -> bool:
-    attention, mlp = layer.attention, layer.mlp
-    linears = (attention.qkv, attention.output.linear, mlp.gate_up, mlp.down.linear)
-    compilable = all(isinstance(linear, PackedLinear) and linear.is_compilable for linear in linears)
+    attention = layer.attention
+    compilable = all(isinstance(linear, PackedLinear) and linear.is_compilable for linear in _linears(layer))
     return compilable and attention.output.group.size == 1 and attention.query_norm is None
 
 
-def _operands(layer: DecoderLayer) -> tuple[tuple[Any, ...], ...]:
-    """What `run_layers` takes of a layer."""
+def _linears(layer: DecoderLayer) -> tuple[Linear, ...]:
     attention, mlp = layer.attention, layer.mlp
-    first, second = ((norm.weight.numpy(), np.float32(norm.epsilon)) for norm in (layer.input_norm, layer.post_attention_norm))
-    return (
-        (*first, *_packed(attention.qkv)),
-        (*second, *_packed(attention.output.linear)),
-        (*_packed(mlp.gate_up), mlp.intermediate_size, *_packed(mlp.down.linear)),
-        (np.float32(attention.attend.scale), attention.attend.window),
-    )
+    return (attention.qkv, attention.output.linear, mlp.gate_up, mlp.down.linear)
 
 
-def _packed(linear: Linear) -> tuple[Any, ...]:
+def _description(linear: Linear) -> NDArray[np.int64]:
     assert isinstance(linear, PackedLinear)
-    return linear.operands
-
-
-def _types(operands: tuple[tuple[Any, ...], ...]) -> list[tuple[str, int]]:
-    """Equal where compiled code is the same."""
-    return [(x.dtype.name, x.ndim) for part in operands for x in part if isinstance(x, np.ndarray)]
+    return linear.description

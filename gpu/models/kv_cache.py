@@ -45,6 +45,11 @@ class KVCache:
         """`layers` as the CPU's compiled loops take them."""
         return [(elements(keys), elements(values)) for keys, values in self.layers]
 
+    @functools.cached_property
+    def addresses(self) -> np.ndarray:
+        """[layers, 2] int64, of each layer's keys and values in this process's memory."""
+        return np.array([[keys.ctypes.data, values.ctypes.data] for keys, values in self.arrays], np.int64)
+
     @staticmethod
     def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes that one block takes in all layers together."""

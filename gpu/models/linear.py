@@ -7,7 +7,7 @@ A class fixes values; which kernel computes them is free as long as only the ord
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -97,9 +97,10 @@ class PackedLinear:
 
     @property
     def is_compilable(self) -> bool:
-        """Whether the product is `kernels.cpu.project.project` of the operands and nothing else."""
+        """Whether the product is `kernels.cpu.project.project` of the description and nothing else."""
         return self._bias is None and self._in_features == self._weight.in_features
 
     @property
-    def operands(self) -> tuple[NDArray[Any], NDArray[np.int64], int]:
-        return self._weight.operands
+    def description(self) -> NDArray[np.int64]:
+        """For `kernels.cpu.project.project`."""
+        return self._weight.description

@@ -64,7 +64,7 @@ _KIND, _FIRST_PANEL, _FIRST_COLUMN, _END_COLUMN, _OFFSET, _RECORDS = range(6)
 SEGMENT_FIELDS = 6
 
 # Operands of the task, on the board.
-_OUT, _ROWS, _COLUMNS, _X, _RECORDS_AT, _SEGMENTS, _NUM_SEGMENTS = range(OPERANDS, OPERANDS + 7)
+_OUT, _ROWS, _COLUMNS, _X, _RECORDS_AT, _NUM_RECORDS, _FROM, _TO = range(OPERANDS, OPERANDS + 8)
 
 _X_BLOCKS = tuple(kind.block for kind in KINDS)
 _RECORD_BYTES = tuple(kind.record_bytes for kind in KINDS)
@@ -116,7 +116,7 @@ def block_rows(packed: PackedBlocks, indices: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def _tile(typing_context, kind, rows, out, place, stride, x, first_word, records, offset, num_records, ahead, step, lines):
     """A panel's product of `rows` rows, whose words begin at x[first_word], goes to out[place + r * stride + c].
 
@@ -126,7 +126,7 @@ def _tile(typing_context, kind, rows, out, place, stride, x, first_word, records
 
     def generate(context, builder, signature, arguments):
         out_data, x_data, record_data = pointers(context, builder, signature, arguments, (2, 5, 7))
-        number, num_rows, start, stride_value, x_start = integers(context, builder, signature, arguments, (0, 1, 3, 4, 6))
+        num_rows, start, stride_value, x_start = integers(context, builder, signature, arguments, (1, 3, 4, 6))
         first_byte, count, first_ahead, step_ahead, num_lines = integers(context, builder, signature, arguments, (8, 9, 10, 11, 12))
         tile = at(builder, x_data, x_start)
         panel = at(builder, record_data, first_byte)
@@ -191,68 +191,71 @@ def _tile(typing_context, kind, rows, out, place, stride, x, first_word, records
             for r in range(height):
                 store(builder, out_data, builder.add(start, builder.mul(stride_value, int64(r))), builder.load(totals[r]))
 
-        def emit_kind(case):
-            switch(builder, num_rows, range(1, BLOCK_ROWS + 1), functools.partial(emit, KINDS[case]))
-
-        switch(builder, number, range(len(KINDS)), emit_kind)
+        switch(builder, num_rows, range(1, BLOCK_ROWS + 1), functools.partial(emit, KINDS[kind.literal_value]))
         return context.get_dummy_value()
 
     arguments = (kind, rows, out, place, stride, x, first_word, records, offset, num_records, ahead, step, lines)
     return types.none(*arguments), generate
 
 
-def _multiply(board, begin, end):
-    """Panels begin..end-1 of a product; x as `quantize_rows` packs it."""
-    rows, columns = board[_ROWS], board[_COLUMNS]
-    flat = carray(pointer_to(board[_OUT], np.float32), (rows * columns,))
-    x = carray(pointer_to(board[_X], np.int32), (1,))
-    records = carray(pointer_to(board[_RECORDS_AT], np.uint8), (1,))
-    segments = carray(pointer_to(board[_SEGMENTS], np.int64), (board[_NUM_SEGMENTS], SEGMENT_FIELDS))
-    scratch = np.empty((BLOCK_ROWS, PANEL), np.float32)
-    out, flat_scratch = flat.reshape(rows, columns), scratch.reshape(-1)
-    tiles = (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
-    for s in range(len(segments)):
-        kind, first_panel, first_column, end_column = segments[s, 0], segments[s, 1], segments[s, 2], segments[s, 3]
-        offset, num_records = segments[s, 4], segments[s, 5]
-        last_panel = first_panel + (end_column - first_column + PANEL - 1) // PANEL
-        panel_bytes = num_records * _RECORD_BYTES[kind]
-        blocks = num_records * _RECORD_BLOCKS[kind]
-        row_words = blocks * (_X_BLOCKS[kind] // GROUP + BESIDE)
+def _make_task(kind: int) -> int:
+    """A kind has code of its own, so that a model compiles that of the kinds which it has."""
+    record_bytes, record_blocks = KINDS[kind].record_bytes, KINDS[kind].blocks
+    block_words = KINDS[kind].groups + BESIDE
+
+    def multiply(board, begin, end):
+        """Panels begin..end-1 of a segment of a product; x as `quantize_rows` packs it."""
+        rows, columns, first_column, end_column = board[_ROWS], board[_COLUMNS], board[_FROM], board[_TO]
+        flat = carray(pointer_to(board[_OUT], np.float32), (rows * columns,))
+        x = carray(pointer_to(board[_X], np.int32), (1,))
+        records = carray(pointer_to(board[_RECORDS_AT], np.uint8), (1,))
+        scratch = np.empty((BLOCK_ROWS, PANEL), np.float32)
+        out, flat_scratch = flat.reshape(rows, columns), scratch.reshape(-1)
+        tiles = (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
+        num_records = board[_NUM_RECORDS]
+        panel_bytes, blocks = num_records * record_bytes, num_records * record_blocks
         # Bytes that a tile asks for while a block goes by: of what comes AHEAD where it is the only tile, else its share of the
         # next panel, which the last tile leaves in the cache.
         step = (panel_bytes + tiles * blocks - 1) // (tiles * blocks)
         lines = (step + LINE - 1) // LINE
-        for panel in range(max(begin, first_panel), min(end, last_panel)):
-            column = first_column + (panel - first_panel) * PANEL
+        for panel in range(begin, end):
+            column = first_column + panel * PANEL
             is_whole = column + PANEL <= end_column
             target, stride = (flat, columns) if is_whole else (flat_scratch, PANEL)
-            start = offset + (panel - first_panel) * panel_bytes
+            start = panel * panel_bytes
             ahead = start + (AHEAD if tiles == 1 else panel_bytes)
             row = 0
             while row < rows:
-                count = tile_rows(row, rows, BLOCK_ROWS)
+                count, first_word = tile_rows(row, rows, BLOCK_ROWS), row * blocks * block_words
                 place = row * columns + column if is_whole else 0
-                _tile(kind, count, target, place, stride, x, row * row_words, records, start, num_records, ahead, step, lines)
+                _tile(kind, count, target, place, stride, x, first_word, records, start, num_records, ahead, step, lines)
                 if not is_whole:
                     copy_tile(out, row, column, end_column, scratch, count)
                 row += count
                 ahead += blocks * step
 
+    return make_task(multiply)
+
 
 @functools.cache
-def task() -> int:
-    """Of `crew.share`: the panels of a product."""
-    return make_task(_multiply)
+def task(kind: int) -> int:
+    """Of `crew.share`: the panels of a segment of this kind."""
+    return _make_task(kind)
 
 
 @compiled()
-def multiply(out, words, records, segments, board, task):
-    """out [rows, out_features] = the rows that `quantize_rows` packed times packed blocks, with the helpers that `board` has."""
+def multiply(out, words, records, segments, tasks, board):
+    """out [rows, out_features] = the rows that `quantize_rows` packed times packed blocks, with the helpers that `board` has.
+
+    records: their address; tasks: that of each segment's kind.
+    """
     board[_OUT], board[_ROWS], board[_COLUMNS], board[_X] = out.ctypes.data, out.shape[0], out.shape[1], words.ctypes.data
-    board[_RECORDS_AT], board[_SEGMENTS], board[_NUM_SEGMENTS] = records.ctypes.data, segments.ctypes.data, len(segments)
-    last = segments[len(segments) - 1]
-    num_panels = last[1] + (last[3] - last[2] + PANEL - 1) // PANEL
-    share(board, task, num_panels, 1 + CHUNK_BYTES * num_panels // records.size)
+    for s in range(len(segments)):
+        kind, first_column, end_column, num_records = segments[s, 0], segments[s, 2], segments[s, 3], segments[s, 5]
+        board[_RECORDS_AT], board[_NUM_RECORDS] = records + segments[s, 4], num_records
+        board[_FROM], board[_TO] = first_column, end_column
+        num_panels = (end_column - first_column + PANEL - 1) // PANEL
+        share(board, tasks[s], num_panels, 1 + CHUNK_BYTES // (num_records * _RECORD_BYTES[kind]))
 
 
 @compiled()

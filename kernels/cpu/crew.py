@@ -159,13 +159,21 @@ def _wait(looks):
 
 @intrinsic
 def pointer_to(typing_context, address, dtype):
-    """A pointer to elements of a numpy type, for `numba.carray`."""
-    pointer = types.CPointer(dtype.dtype)
+    """A pointer to elements of a numpy type, for `carray`."""
+    return _pointer(types.CPointer(dtype.dtype), dtype)
 
+
+@intrinsic
+def pointer_like(typing_context, address, array):
+    """A pointer to elements of an array's type, for `carray`."""
+    return _pointer(types.CPointer(array.dtype), array)
+
+
+def _pointer(pointer, other):
     def generate(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], context.get_value_type(pointer))
 
-    return pointer(types.int64, dtype), generate
+    return pointer(types.int64, other), generate
 
 
 @intrinsic

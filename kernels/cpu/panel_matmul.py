@@ -129,12 +129,12 @@ def task(dtype: str) -> int:
 
 
 @compiled()
-def multiply(out, x, weights, board, task):
-    """out [rows, out_features] = packed rows times weights [panels, steps, PANEL] int16 or uint32, with `board`'s helpers.
+def multiply(out, x, weights, panels, steps, width, task, board):
+    """out [rows, out_features] = packed rows times weights [panels, steps, PANEL], with the helpers that `board` has.
 
-    x holds the rows as their kernel packs them: tile by tile, step by step, the tile's rows beside each other.
+    x holds the rows as their kernel packs them: tile by tile, step by step, the tile's rows beside each other. weights: the address
+    of int16 or uint32, of `width` bytes each.
     """
-    panels, steps, width = weights.shape
     board[_OUT], board[_ROWS], board[_WIDTH], board[_X] = out.ctypes.data, out.shape[0], out.shape[1], x.ctypes.data
-    board[_WEIGHTS], board[_STEPS] = weights.ctypes.data, steps
-    share(board, task, panels, 1 + CHUNK_BYTES // (steps * width * weights.itemsize))
+    board[_WEIGHTS], board[_STEPS] = weights, steps
+    share(board, task, panels, 1 + CHUNK_BYTES // (steps * PANEL * width))
