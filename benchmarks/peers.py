@@ -12,6 +12,11 @@ command goes on where an interrupted one ended: a FILE is one sitting, and only 
     W2  16 concurrent, 48 requests,  128 tokens in,                        128 out
     W3  16 concurrent, 32 requests, 1024 tokens in, 896 of them shared,     32 out
 
+`--model random-1b` takes the model of `benchmarks.random_model` instead, beside llama.cpp with the same file, under other loads:
+
+    L1   1 stream,      4 requests,  512 tokens in,                         64 out
+    L8   8 concurrent, 16 requests,  128 tokens in,                         64 out
+
 The bounds are counted (`benchmarks.counting`) from what a thread does alone, measured before the first server starts, on the cores
 that load generator, API, Redis and Celery left in those very runs.
 """
@@ -31,18 +36,20 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import records
+from benchmarks import random_model, records
 from benchmarks.counting import Load, Machine, Served, serve_at_best
-from benchmarks.served import Running, ServedError, Server, headrace, peers, put_under, running, stop_on_sigterm
+from benchmarks.served import Running, ServedError, Server, headrace, llama_cpp, peers, put_under, running, stop_on_sigterm
 from gpu.checkpoint.architecture import ArchitectureConfig
 from gpu.checkpoint.weights import open_checkpoint
 from gpu.machine import available_cores
 
 LOADS = {"warm": Load(4, 4, 64, 16), "W1": Load(1, 8, 128, 128), "W2": Load(16, 48, 128, 128), "W3": Load(16, 32, 128, 32, 896)}
+LOADS |= {"L1": Load(1, 4, 512, 64), "L8": Load(8, 16, 128, 64)}
+WORKS = {"smollm2": ("W1", "W2", "W3"), random_model.NAME: ("L1", "L8")}  # by model
 FIGURES = {"ttft": "TTFT p50 ms", "tpot": "TPOT p50 ms", "output": "output tok/s", "total": "total tok/s", "memory": "peak MB"}
 LESS_IS_BETTER = ("ttft", "tpot", "memory")
-BOUNDED = {"W1": ("ttft", "tpot"), "W2": ("output",), "W3": ("total",)}
-ONE_CORE = ("W1",)  # loads whose bound on one core is shown too: a single stream may be served by one thread
+BOUNDED = {"W1": ("ttft", "tpot"), "W2": ("output",), "W3": ("total",), "L1": ("ttft", "tpot"), "L8": ("output",)}
+ONE_CORE = ("W1", "L1")  # loads whose bound on one core is shown too: a single stream may be served by one thread
 
 Runs = dict[str, dict[str, list[dict[str, Any]]]]  # load -> server -> its runs
 
@@ -52,12 +59,17 @@ def seed_of(work: str, number: int) -> int:
     return 1000 * list(LOADS).index(work) + number
 
 
+def model_file(folder: Path, model: str) -> Path:
+    """That headrace serves."""
+    return folder / "models" / {"smollm2": "smollm2.q4_1.gguf", random_model.NAME: f"{random_model.NAME}.q4_k_m.gguf"}[model]
+
+
 class Sitting:
     """Measures what FILE does not have yet."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.folder, self.out, self.works, self.rounds = options.peers_dir, options.out, options.works, options.rounds
-        self.model = self.folder / "models/smollm2.q4_1.gguf"
+        self.model = model_file(self.folder, options.model)
         self.failures: list[str] = []
         done = records.read(self.out, "run")
         self._done = {(run["round"], run["server"], run["work"]) for run in done}
@@ -204,7 +216,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines: results of the runs, and which are done")
     parser.add_argument("--summarize", type=Path, metavar="FILE", help="print the tables of a FILE, run nothing")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--work", default="W1,W2,W3", help="loads, separated by commas")
+    parser.add_argument("--model", choices=list(WORKS), default="smollm2", help="a FILE is of one model")
+    parser.add_argument("--work", help="loads, separated by commas; default: all of the model")
     parser.add_argument(
         "--headrace", action="append", metavar="OPTIONS", help='options of a headrace to measure; repeatable; default: none, ""'
     )
@@ -218,11 +231,13 @@ def main() -> None:
         return
     if options.peers_dir is None or options.out is None:
         parser.error("--peers-dir and --out are needed, or --summarize")
-    options.works = options.work.split(",")
-    if unknown := set(options.works) - BOUNDED.keys():
-        parser.error(f"--work: there is no {', '.join(sorted(unknown))}; there are {', '.join(BOUNDED)}")
-    model = options.peers_dir / "models/smollm2.q4_1.gguf"
-    servers = [*peers(options.peers_dir), *(headrace(model, each) for each in options.headrace or [""])]
+    known = WORKS[options.model]
+    options.works = options.work.split(",") if options.work else list(known)
+    if unknown := set(options.works) - set(known):
+        parser.error(f"--work: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    model = model_file(options.peers_dir, options.model)
+    rivals = peers(options.peers_dir) if options.model == "smollm2" else [llama_cpp(options.peers_dir, "llama-q4-k-m", model)]
+    servers = [*rivals, *(headrace(model, each) for each in options.headrace or [""])]
     if unknown := set(options.only or ()) - {server.name for server in servers}:
         names = ", ".join(repr(server.name) for server in servers)
         parser.error(f"--only: there is no {', '.join(map(repr, sorted(unknown)))}; there are {names}")

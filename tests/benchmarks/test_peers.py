@@ -87,7 +87,7 @@ def test_a_sitting_goes_on_where_it_ended_and_past_a_server_that_fails(tmp_path,
     monkeypatch.setattr(peers, "running", running)
     monkeypatch.setattr(peers, "put_under", put_under)
     servers = [Server("broken", []), Server("headrace", [], options="")]
-    options = argparse.Namespace(peers_dir=tmp_path, out=out, works=["W1"], rounds=1)
+    options = argparse.Namespace(peers_dir=tmp_path, model="smollm2", out=out, works=["W1"], rounds=1)
     sitting = peers.Sitting(options)
     sitting.run(servers)
     assert measured == [("headrace", peers.seed_of("W1", 1))] and len(sitting.failures) == 1
