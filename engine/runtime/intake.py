@@ -165,6 +165,7 @@ class Intake:
             try:
                 with self._bus.subscribe(*channels) as subscription:
                     is_away = False
+                    self._bell.set()  # what arrived before the subscription rang no bell here
                     while not self._stopped.is_set():
                         batch = self._bus.run(control.read_control(self._model, self._slot, self._incarnation, last_id))
                         last_id = batch.last_id

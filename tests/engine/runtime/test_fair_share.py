@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import msgspec
 import pytest
 
+from engine.bus import keys
+from engine.bus.connection import Bus, Subscription
 from engine.client.client import AsyncClient
 from engine.protocol import FinishReason
+from engine.runtime.intake import Intake
 from tests.engine.conftest import MODEL, RunningEngine
 from tests.engine.runtime.test_loop import add, expected, make_request, settled
 
@@ -89,3 +94,31 @@ async def test_a_burst_is_taken_as_fast_as_steps_find_places(
     start_engine()
     async with asyncio.timeout(20):
         assert await run(client, 16, max_tokens=40) == {"0": 16}
+
+
+async def test_a_request_that_arrives_before_the_engine_listens_is_not_left_until_the_next_look(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.runtime.intake.LOOK_SECONDS", 30.0)
+    looked, arrived = threading.Event(), threading.Event()
+    take_once, subscribe = Intake._take_once, Bus.subscribe
+
+    def look(intake: Intake) -> bool:
+        found = take_once(intake)
+        looked.set()
+        return found
+
+    def listen(bus: Bus, *channels: str) -> AbstractContextManager[Subscription]:
+        if keys.wake_channel(MODEL) in channels:
+            assert arrived.wait(20)
+        return subscribe(bus, *channels)
+
+    monkeypatch.setattr(Intake, "_take_once", look)
+    monkeypatch.setattr(Bus, "subscribe", listen)
+    start_engine()
+    assert await asyncio.to_thread(looked.wait, 20)
+    request = make_request(client)
+    (follower,) = await add(client, request)
+    arrived.set()
+    async with asyncio.timeout(10):
+        await follower.whole()
