@@ -20,7 +20,6 @@ from ops.celery_app import REDIS_URL, app
 logger = logging.getLogger(__name__)
 
 API_GONE = "The API server of this request is gone."
-ENGINE_DIED = "The engine died."
 FORGET_API_SERVER_SECONDS = 60.0
 
 
@@ -64,7 +63,7 @@ def fail_dead_engines(bus: Bus) -> int:
     failed = 0
     for model in bus.run(leases.models()):
         for dead in bus.run(leases.dead_engines(model, predecessors=True)):
-            failed += bus.run(transitions.fail_engine(model, dead.slot, dead.incarnation, ENGINE_DIED))
+            failed += bus.run(transitions.fail_engine(model, dead.slot, dead.incarnation))
     return failed
 
 

@@ -117,7 +117,7 @@ def slot_info(model: str, slot: str) -> str:
 
 
 def absent_engine(model: str, slot: str) -> str:
-    """String with a time to live: since when maintenance has seen a slot empty whose consumer has entries pending."""
+    """String with a time to live: Redis' run id, and when an observer first saw the slot empty while its consumer had entries."""
     return _of(model, f"absent:{slot}")
 
 
@@ -184,7 +184,7 @@ def apis() -> str:
 
 
 def absent_api(incarnation: str) -> str:
-    """String with a time to live: since when maintenance has seen an API server's key missing."""
+    """String with a time to live: Redis' run id, and when maintenance first saw the API server's key missing."""
     return f"headrace:absent:api:{{{incarnation}}}"
 
 

@@ -18,6 +18,7 @@ TOMBSTONE_TTL = 600.0  # seconds that an abort waits for a request that it overt
 JOURNAL_ENTRIES = 4096  # kept of an engine's journal, about
 JOURNAL_TTL = 600.0  # seconds that a journal outlives its engine
 SHARE_TTL = 1.0  # seconds that an engine's share of what waits is kept for it after it last asked
+ENGINE_DIED = "The engine that ran this request died."
 FAIL_BATCH = 128  # pending entries looked at in one script: Redis answers no other client meanwhile
 
 
@@ -54,7 +55,7 @@ def take(model: str, slot: str, incarnation: int, count: int, places: int) -> Ca
 
 
 def reject(model: str, slot: str, incarnation: int, entry: str, error: str, retention: float = RECORD_RETENTION) -> Call[bool]:
-    """End, with an error, a taken entry whose payload cannot be read; False: it was not this incarnation's. Raises Fenced."""
+    """End, with an error, a taken entry that its engine cannot read or run; False: it was not this incarnation's. Raises Fenced."""
     arguments = (
         incarnation,
         entry,
@@ -173,7 +174,9 @@ def finish(
     return Call(decode, script("finish", "ledger"), (*keys.ledger(model), keys.control(model)), arguments)
 
 
-def fail_engine(model: str, slot: str, incarnation: int, error: str, retention: float = RECORD_RETENTION) -> Call[int]:
+def fail_engine(
+    model: str, slot: str, incarnation: int, error: str = ENGINE_DIED, retention: float = RECORD_RETENTION
+) -> Call[int]:
     """End the requests that the slot's engines up to `incarnation` had in flight, with an error. Returns how many.
 
     Refuses (0) while one of these incarnations holds the slot: a supervisor that saw the process exit releases its slot first.

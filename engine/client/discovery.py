@@ -14,8 +14,6 @@ from engine.protocol import EngineInfo
 
 logger = logging.getLogger(__name__)
 
-ENGINE_DIED = "The engine that ran this request died."
-
 
 @dataclass(frozen=True)
 class ModelHandle:
@@ -89,5 +87,5 @@ class Directory:
         for name in sorted(self.known_models):
             for dead in await self._bus.run(leases.dead_engines(name)):
                 logger.error("engine %s of %s is dead: its requests end", dead.slot, name)
-                failed += await self._bus.run(transitions.fail_engine(name, dead.slot, dead.incarnation, ENGINE_DIED))
+                failed += await self._bus.run(transitions.fail_engine(name, dead.slot, dead.incarnation))
         return failed

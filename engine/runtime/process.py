@@ -21,7 +21,6 @@ from engine.bus.call import BusUnavailable, Fenced, UnfitRedis
 from engine.bus.clock import BusClock
 from engine.bus.connection import Bus
 from engine.bus.tokenizers import put_tokenizer
-from engine.client.discovery import ENGINE_DIED
 from engine.config import EngineConfig
 from engine.protocol import PROTOCOL_VERSION, EngineInfo, TokenizerBundle, encode
 from engine.runtime.capacity import DoesNotFit
@@ -115,7 +114,7 @@ def _serve(config: EngineConfig, progress: Progress, signals: StopSignals, shutd
             clock.ask(bus)
             info = engine_info(config, core, name, tokenizer)
             info.slot, info.incarnation = bus.run(leases.claim_slot(name, info, wanted=config.parallel.data_parallel_rank))
-            bus.run(transitions.fail_engine(name, info.slot, info.incarnation - 1, ENGINE_DIED))
+            bus.run(transitions.fail_engine(name, info.slot, info.incarnation - 1))
             loop = connect(core, bus, info, config.redis.record_retention, clock)
             signals.obey_with(lambda: loop.stop(shutdown_timeout))
             logger.info("%s", describe(info))

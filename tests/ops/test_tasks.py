@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from engine.bus import control, keys, leases, records
+from engine.bus import control, keys, leases, records, transitions
 from engine.bus.connection import Bus
 from engine.bus.queue_depth import queue_depth
 from engine.protocol import Abort
@@ -94,7 +94,7 @@ def test_what_the_dead_left_behind_is_ended_in_time(world: World) -> None:
         world.end(engine, "running")
         wait_for(lambda: world.usage_lines() == [] and len(usage_rows(world.bus)) == 1, "the usage of the day")
     assert (world.record("waiting").reason, world.record("waiting").error) == ("abort", tasks.API_GONE)
-    assert (world.record("lost").reason, world.record("lost").error) == ("error", tasks.ENGINE_DIED)
+    assert (world.record("lost").reason, world.record("lost").error) == ("error", transitions.ENGINE_DIED)
     assert [world.record(name).state for name in ("kept", "waiting too")] == ["running", "queued"]
     (row,) = usage_rows(world.bus)
     assert (row.totals.requests, row.totals.reasons) == (3, {"abort": 1, "error": 1, "stop": 1})

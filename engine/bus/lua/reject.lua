@@ -1,4 +1,4 @@
--- reject: an engine gives up an entry whose payload it cannot read; the request ends with an error.
+-- reject: an engine gives up an entry that it cannot read or run; the request ends with an error.
 --
 -- KEYS 1-9 ledger, 10 slot
 -- ARGV incarnation, entry, error's number among the reasons, error text, retention in ms, prefix of client channels
