@@ -16,7 +16,7 @@ import numpy as np
 from engine.protocol import Abort, ControlCommand, ControlReply, EngineCoreOutputs, FinishReason, Replay, Utility, encode_column
 from engine.runtime.core import EngineCore
 from engine.runtime.heartbeat import Heartbeat
-from engine.runtime.inflight import HeldRequest, HeldRequests, output_logprobs, output_prompt_logprobs
+from engine.runtime.held_requests import HeldRequest, HeldRequests, output_logprobs, output_prompt_logprobs
 from engine.runtime.intake import Arrival, Intake
 from engine.runtime.kv_pressure import KVPressure
 from engine.runtime.publisher import Publisher, StepEvents

@@ -21,7 +21,7 @@ from engine.bus.call import BusUnavailable, Call
 from engine.bus.connection import Bus
 from engine.bus.transitions import EndedRequest
 from engine.protocol import ControlReply, EngineCoreOutputs, OutputLogprobs, OutputPromptLogprobs, encode, encode_column
-from engine.runtime.inflight import HeldRequest, reason_of
+from engine.runtime.held_requests import HeldRequest, reason_of
 from engine.scheduling.request import Request
 from engine.scheduling.step_outputs import StepOutputs
 

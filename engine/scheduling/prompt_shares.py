@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine.scheduling.request_columns import Counts
+from engine.scheduling.row_table import Counts
 from engine.scheduling.step_cost import NO_COST, StepCost
 
 MOST_PROMPTS = 8  # that are looked at for a share; those behind wait

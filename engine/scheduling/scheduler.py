@@ -19,16 +19,16 @@ import numpy as np
 from engine.config import SchedulerConfig
 from engine.protocol import INVALID_REQUEST, EngineStats, FinishReason
 from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.live_requests import LiveRequests
 from engine.scheduling.prompt_shares import MOST_PROMPTS, PromptPart, Room, share
 from engine.scheduling.request import Request, RequestStatus
-from engine.scheduling.request_columns import Counts, Rows, RowTable
-from engine.scheduling.request_queue import WaitingQueue
-from engine.scheduling.request_table import LiveRequests
+from engine.scheduling.row_table import Counts, Rows, RowTable
 from engine.scheduling.stats import SchedulerStatistics
-from engine.scheduling.step_builder import PlannedStep, StepDraft
 from engine.scheduling.step_cost import NO_COST, StepCost, StepPace
+from engine.scheduling.step_draft import PlannedStep, StepDraft
 from engine.scheduling.step_outputs import StepOutputs, trim_prompt_logprobs
 from engine.scheduling.stop_check import stop_after
+from engine.scheduling.waiting_queue import WaitingQueue
 from gpu.plan import Int32Array, ModelRunnerOutput, SchedulerOutput
 
 LOOKAHEAD = 4  # requests kept waiting though nothing is free, so that a freed place is filled in the very next step

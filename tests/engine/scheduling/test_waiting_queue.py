@@ -6,7 +6,7 @@ import pytest
 
 from engine.protocol import FinishReason
 from engine.scheduling.request import Request, RequestStatus
-from engine.scheduling.request_queue import WaitingQueue, fcfs_key, priority_key
+from engine.scheduling.waiting_queue import WaitingQueue, fcfs_key, priority_key
 from tests.engine.scheduling.harness import make_request
 
 

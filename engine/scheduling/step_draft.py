@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.scheduling.prompt_shares import Room
 from engine.scheduling.request import Request
-from engine.scheduling.request_columns import Counts, Rows
+from engine.scheduling.row_table import Counts, Rows
 from gpu.plan import NewRequest, SchedulerOutput
 
 

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from engine.protocol import FinishReason
 from engine.scheduling.kv_cache_manager import KVCacheManager, PrefixHit
 from engine.scheduling.request import Request, RequestStatus
-from engine.scheduling.request_columns import RowTable
-from engine.scheduling.request_queue import ORDER_KEYS, WaitingQueue
+from engine.scheduling.row_table import RowTable
 from engine.scheduling.stop_check import StopTokens
+from engine.scheduling.waiting_queue import ORDER_KEYS, WaitingQueue
 from gpu.plan import Int32Array
 
 
