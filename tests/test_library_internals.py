@@ -57,17 +57,17 @@ def names_of(kind: type) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", RELIED_ON, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_what_is_relied_on_is_there(kind: type) -> None:
+def test_attributes_that_headrace_relies_on_exist(kind: type) -> None:
     assert not RELIED_ON[kind] - names_of(kind)
 
 
-def test_module_level_names_are_there() -> None:
+def test_module_names_that_headrace_relies_on_exist() -> None:
     assert STATUS_LINE[200].startswith(b"HTTP/1.1 200 ")
     assert callable(celery.apps.worker.safe_say)  # ops/roles.py puts a logger in its place
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_each_of_these_libraries_has_an_upper_bound(library: str) -> None:
+def test_each_library_with_used_internals_has_an_upper_bound(library: str) -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     (requirement,) = (each for each in map(Requirement, project["dependencies"]) if each.name == library)
     assert any(bound.operator == "<" for bound in requirement.specifier)

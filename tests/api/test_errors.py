@@ -14,17 +14,17 @@ from engine.bus.call import BusUnavailable
 from engine.config import ApiConfig, RedisConfig
 
 
-def test_nothing_of_the_inside_is_told() -> None:
+def test_messages_hide_addresses_frames_and_paths() -> None:
     said = sanitize_message('<X object at 0x7f00aa> File "/srv/app/x.py", line 3, in f: cannot open /etc/secret/key.pem')
     assert said == "<X object> <frame>: cannot open <path>"
 
 
-def test_messages_have_an_end() -> None:
+def test_long_messages_are_cut() -> None:
     body = msgspec.json.decode(body_of(GenerationError("x" * 10_000)))
     assert len(body["error"]["message"]) == MAX_MESSAGE
 
 
-def test_what_is_told_of_an_exception() -> None:
+def test_an_exceptions_text_is_not_shown_to_clients() -> None:
     assert as_api_error(RuntimeError("secret")).message == "Internal server error."
     away = as_api_error(BusUnavailable("10.0.0.1 refused"))
     assert isinstance(away, ServiceUnavailable)
@@ -33,7 +33,9 @@ def test_what_is_told_of_an_exception() -> None:
 
 
 @pytest.mark.parametrize("content", [b'{"prompt": "x"}', b'{"prompt": "x", "n": "one"}'])
-async def test_what_nothing_else_catches(monkeypatch: pytest.MonkeyPatch, caplog: Any, content: bytes) -> None:
+async def test_an_uncaught_exception_is_one_500_without_details(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any, content: bytes
+) -> None:
     """One 500 without details, which pages of an allowed origin may read, and one log line with them. A bad body comes first."""
 
     def fail(service: object) -> None:

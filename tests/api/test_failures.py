@@ -27,7 +27,7 @@ def server(smollm2_gguf: Path) -> Iterator[LiveServer]:
         yield server
 
 
-async def test_an_engine_that_is_killed(server: LiveServer) -> None:
+async def test_a_killed_engines_requests_end_with_an_error(server: LiveServer) -> None:
     """Open streams end with an error event, whole answers with a 500; health turns, and turns back with a new engine."""
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
         async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
@@ -58,7 +58,7 @@ async def test_an_engine_that_is_killed(server: LiveServer) -> None:
         assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
 
 
-async def test_redis_away_and_back(server: LiveServer) -> None:
+async def test_an_api_server_outlives_a_long_hang_of_redis(server: LiveServer) -> None:
     """Redis hangs for longer than heartbeats live: the engine is fenced and its supervisor starts another; the API server stays."""
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
         assert server.redis.process is not None
@@ -75,7 +75,7 @@ async def test_redis_away_and_back(server: LiveServer) -> None:
         assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
 
 
-async def test_redis_out_of_memory_is_said_and_what_runs_goes_on(server: LiveServer) -> None:
+async def test_redis_out_of_memory_refuses_new_requests_and_lets_running_ones_end(server: LiveServer) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
         body = {"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
         async with http.stream("POST", "/v1/completions", json=body) as answer:
@@ -95,7 +95,7 @@ async def test_redis_out_of_memory_is_said_and_what_runs_goes_on(server: LiveSer
         assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
 
 
-async def test_an_api_server_that_comes_before_redis(server: LiveServer) -> None:
+async def test_an_api_server_that_starts_before_redis_becomes_ready_with_it(server: LiveServer) -> None:
     """It answers that it is not ready, and is when Redis comes."""
     server.redis.kill()
     _, url = server.start_api()
@@ -109,7 +109,7 @@ async def test_an_api_server_that_comes_before_redis(server: LiveServer) -> None
     assert httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
 
 
-def test_one_request_that_fails_alone(smollm2_gguf: Path) -> None:
+def test_a_failing_request_ends_alone(smollm2_gguf: Path) -> None:
     with LiveServer(smollm2_gguf, NULL_ENGINE, null="fail_seed=13") as server:
         bad = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "seed": 13})
         assert (bad.status_code, bad.json()["error"]["code"]) == (500, 500)

@@ -54,7 +54,7 @@ def watch(null_server: LiveServer) -> Iterator[LoopWatch]:
         pytest.param("/detokenize", {"tokens": [500] * 1_000_000}, 1, 200, '"prompt"', id="detokenize"),
     ],
 )
-def test_nobody_waits_for_a_large_request(
+def test_other_clients_do_not_wait_for_a_large_request(
     null_server: LiveServer, watch: LoopWatch, path: str, body: dict[str, Any], count: int, status: int, said: str
 ) -> None:
     content = json.dumps(body, ensure_ascii=False).encode()
@@ -67,7 +67,7 @@ def test_nobody_waits_for_a_large_request(
     assert waiting.longest < LONGEST_GAP
 
 
-def test_nobody_waits_for_a_long_list_of_requests(null_server: LiveServer, watch: LoopWatch) -> None:
+def test_other_clients_do_not_wait_for_a_long_list_of_requests(null_server: LiveServer, watch: LoopWatch) -> None:
     fields = {"state": "ended", "reason": "stop", "model": "tiny", "enqueued": "1.5", "prompt_tokens": "3", "endpoint": TEXT}
     names = [f"old-{number}" for number in range(10_000)]
     with redis.Redis.from_url(null_server.redis.url) as client, client.pipeline(transaction=False) as pipe:
@@ -86,7 +86,7 @@ def test_nobody_waits_for_a_long_list_of_requests(null_server: LiveServer, watch
     assert waiting.longest < LONGEST_GAP
 
 
-def test_lists_that_would_be_repeated_for_each_prompt(null_server: LiveServer) -> None:
+def test_lists_that_each_prompt_would_repeat_are_limited(null_server: LiveServer) -> None:
     body = {"prompt": ["x"] * 512, "logit_bias": dict.fromkeys(map(str, range(2000)), 1), "max_tokens": 1}
     answer = null_server.http.post(TEXT, json=body)
     assert answer.status_code == 400

@@ -71,7 +71,7 @@ async def http(engines: None, redis_url: str) -> AsyncIterator[httpx.AsyncClient
     assert not failures
 
 
-async def test_a_broken_file_costs_what_depends_on_it(http: httpx.AsyncClient) -> None:
+async def test_a_broken_file_refuses_only_the_requests_that_need_it(http: httpx.AsyncClient) -> None:
     for name in ("sound", *BROKEN_TEMPLATES):
         answer = await http.post(TEXT, json={"model": name, "prompt": [5, 6], "max_tokens": 2})
         assert answer.status_code == 200, answer.text
@@ -96,13 +96,15 @@ async def test_a_priority_counts_where_the_policy_is_priority(http: httpx.AsyncC
         assert (answer.status_code, record["priority"]) == (200, expected)
 
 
-def test_what_is_kept_of_a_broken_tokenizer(smollm2_bundle: TokenizerBundle) -> None:
+def test_a_model_with_a_broken_tokenizer_is_unusable(smollm2_bundle: TokenizerBundle) -> None:
     for text in ("", "{", '{"model": 1}', smollm2_bundle.tokenizer_json.replace('"BPE"', '"RNN"')):
         with pytest.raises(UnusableModel, match="The tokenizer of `m` cannot be read"):
             make_model_files("m", "hash", structs.replace(smollm2_bundle, tokenizer_json=text))
 
 
-def test_defaults_that_no_request_could_ask_for(smollm2_bundle: TokenizerBundle, caplog: pytest.LogCaptureFixture) -> None:
+def test_defaults_that_no_request_could_ask_for_are_ignored(
+    smollm2_bundle: TokenizerBundle, caplog: pytest.LogCaptureFixture
+) -> None:
     given = {"temperature": 5.0, "top_p": "0.9", "top_k": 50.0, "min_p": True, "repetition_penalty": 1.1, "max_new_tokens": 7}
     files = make_model_files("m", "hash", structs.replace(smollm2_bundle, generation_config=given))
     assert files.generation_config == {"top_k": 50, "repetition_penalty": 1.1, "max_new_tokens": 7}

@@ -76,7 +76,7 @@ def test_extra_fields(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == 5
 
 
-async def test_many_at_once(null_server: LiveServer) -> None:
+async def test_concurrent_streams_do_not_mix(null_server: LiveServer) -> None:
     """Concurrent streams do not mix."""
     import asyncio
 

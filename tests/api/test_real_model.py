@@ -42,7 +42,7 @@ def stream(server: LiveServer, prompt: Any, **fields: Any) -> tuple[str, str]:
     return "".join(part["text"] for part in parts), parts[-1]["finish_reason"]
 
 
-def test_it_knows_what_it_learnt(server: LiveServer) -> None:
+def test_the_model_names_the_capital_of_france(server: LiveServer) -> None:
     assert ask(server, PROMPTS[0])["text"].startswith(" Paris")
 
 
@@ -100,7 +100,7 @@ def test_stop_tokens_of_the_request(server: LiveServer, tokenizer: TextTokenizer
     assert shown["text"] == tokenizer.decode(free["token_ids"][: length + 1])
 
 
-def test_the_models_own_end(server: LiveServer) -> None:
+def test_an_answer_ends_with_the_models_end_token_unshown(server: LiveServer) -> None:
     """A short chat answer ends with the end-of-turn token, which is not shown."""
     body = {"messages": [{"role": "user", "content": "Say only: yes"}], "temperature": 0, "max_tokens": 60}
     answer = server.http.post("/v1/chat/completions", json=body, timeout=120).json()
@@ -113,7 +113,7 @@ def test_the_models_own_end(server: LiveServer) -> None:
     assert longer["usage"]["completion_tokens"] == length
 
 
-def test_min_tokens_hold_the_end_back(server: LiveServer) -> None:
+def test_min_tokens_delay_the_end_token(server: LiveServer) -> None:
     body = {"messages": [{"role": "user", "content": "Say only: yes"}], "temperature": 0, "max_tokens": 200}
     first = server.http.post("/v1/chat/completions", json=body, timeout=120).json()["usage"]["completion_tokens"]
     least = first + 2
@@ -129,7 +129,7 @@ def test_biases(server: LiveServer, tokenizer: TextTokenizer) -> None:
     assert ask(server, PROMPTS[0], max_tokens=1, bad_words=["Paris"])["text"] != tokenizer.decode([paris])
 
 
-def test_bad_words_that_leave_no_token_later_are_the_clients_fault(server: LiveServer, tokenizer: TextTokenizer) -> None:
+def test_bad_words_that_leave_no_second_token_are_a_400(server: LiveServer, tokenizer: TextTokenizer) -> None:
     """The first token has a choice, the second has none."""
     assert tokenizer.encode("12") == [tokenizer.encode("1")[0], tokenizer.encode("2")[0]]
     digits = {"allowed_token_ids": tokenizer.encode("12"), "bad_words": ["11", "12", "21", "22"], "max_tokens": 8}
@@ -148,7 +148,7 @@ def test_logprobs_are_a_distribution(server: LiveServer) -> None:
         assert len(top) == 20
 
 
-def test_scores_of_a_prompt_are_those_of_its_generation(server: LiveServer) -> None:
+def test_a_prompt_token_scores_as_it_did_when_it_was_sampled(server: LiveServer) -> None:
     """The logprob of a token is the same whether it was sampled or stood in the prompt."""
     made = ask(server, PROMPTS[0], max_tokens=8, logprobs=0)
     scored = ask(server, PROMPTS[0] + made["text"], echo=True, max_tokens=0, logprobs=0)

@@ -43,7 +43,7 @@ async def stream_until_signal(url: str, process: subprocess.Popen[bytes], max_to
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_without_patience_streams_are_aborted_and_told(server: LiveServer, number: int) -> None:
+async def test_without_a_shutdown_timeout_streams_are_aborted_and_get_their_end(server: LiveServer, number: int) -> None:
     process, url = server.start_api()
     server.wait_until_healthy(url)
     events = await stream_until_signal(url, process, 1500, number)
@@ -52,7 +52,7 @@ async def test_without_patience_streams_are_aborted_and_told(server: LiveServer,
     assert server.ended(process) == 0
 
 
-async def test_with_patience_streams_end_well_and_nothing_new_comes_in(server: LiveServer) -> None:
+async def test_within_the_shutdown_timeout_streams_end_and_new_requests_are_refused(server: LiveServer) -> None:
     process, url = server.start_api("--shutdown-timeout", "20")
     server.wait_until_healthy(url)
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
@@ -66,7 +66,7 @@ async def test_with_patience_streams_end_well_and_nothing_new_comes_in(server: L
     assert server.ended(process) == 0
 
 
-async def test_a_second_signal_ends_the_patience(server: LiveServer) -> None:
+async def test_a_second_signal_ends_the_shutdown_timeout(server: LiveServer) -> None:
     process, url = server.start_api("--shutdown-timeout", "60")
     server.wait_until_healthy(url)
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
@@ -131,6 +131,6 @@ def test_a_server_with_a_dead_part_ends_with_an_error(monkeypatch: pytest.Monkey
         ApiConfig(default_chat_template_kwargs="{"),
     ],
 )
-def test_settings_that_will_never_do(config: ApiConfig) -> None:
+def test_unusable_settings_end_the_server_with_status_78(config: ApiConfig) -> None:
     with listen() as listener:
         assert run_api(config, RedisConfig(), listener) == os.EX_CONFIG

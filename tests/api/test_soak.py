@@ -30,7 +30,7 @@ async def cycle(url: str, number: int) -> None:
 
 
 @pytest.mark.soak
-async def test_clients_that_come_and_go(smollm2_gguf: Path) -> None:
+async def test_two_thousand_clients_that_leave_leave_nothing_behind(smollm2_gguf: Path) -> None:
     with LiveServer(smollm2_gguf, (*NULL_ENGINE, "--max-num-seqs", "32"), null="step_seconds=0.005") as server:
         api, engine = psutil.Process(server.api.pid), psutil.Process(server.engine.pid)
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:

@@ -93,7 +93,7 @@ def test_a_wrong_kernel_fails_its_check():
         ("tell(event='error', text='an illegal memory access'); sys.exit(3)", "an illegal memory access"),
     ],
 )
-def test_a_part_that_dies_or_hangs_costs_itself_alone(behaviour, reason):
+def test_a_part_that_dies_or_hangs_stops_no_other_part(behaviour, reason):
     script = f"""
 import json, os, sys, time
 def tell(**event): print(json.dumps(event), flush=True)
@@ -118,7 +118,7 @@ for unit in sys.argv[1:]:
     assert not report.is_correct and not report.skipped
 
 
-def test_out_of_time_and_no_start():
+def test_a_run_without_time_or_without_its_process_is_incorrect():
     class Absent(Runner):
         def command(self, units):
             return [sys.executable, "-c", "import sys; sys.exit(1)"]

@@ -45,7 +45,7 @@ def test_the_bound_is_the_slower_of_bytes_and_products():
     assert roofline.seconds(200, 50, torch.int8) == 2  # not measured
 
 
-def test_what_filters_change_is_brought_back_before_each_run():
+def test_changed_arguments_are_restored_before_each_run():
     cases = timings(TINY, torch.float32, torch.float32, [3], context=40, prompt=20, float8=False)
     trial = next(case for case in cases if case.operation == "min_p").make(CPU)
     logits = trial.arguments[0].clone()

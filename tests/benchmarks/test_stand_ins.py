@@ -42,16 +42,16 @@ def module(monkeypatch, tmp_path):
     del sys.modules["uses_absent"]
 
 
-def test_a_module_imports_and_what_needs_no_package_runs(module):
+def test_a_module_imports_and_its_functions_without_the_package_run(module):
     assert module.plain(2) == 3
 
 
-def test_what_needs_the_package_says_so(module):
+def test_a_function_that_needs_the_package_names_it(module):
     with pytest.raises(ModuleNotFoundError, match="not installed"):
         module.compiled(2)
 
 
-def test_nobody_is_told_later_that_the_package_is_there(module):
+def test_a_stood_in_package_is_absent_again_afterwards(module):
     assert importlib.util.find_spec("absent_numba") is None
     with pytest.raises(ModuleNotFoundError):
         import absent_numba  # noqa: F401

@@ -7,7 +7,7 @@ from tests.gpu.tiny_models import VARIANTS, save_model
 
 
 @pytest.mark.parametrize(("threads", "seconds"), [(1, 1.0), (2, 1 / 1.5)])
-def test_threads_share_the_memory(tmp_path, monkeypatch, threads, seconds):
+def test_the_bound_of_two_threads_reads_memory_at_their_joint_speed(tmp_path, monkeypatch, threads, seconds):
     """One thread reads all weights in a second; two together read 1.5 times as fast."""
     monkeypatch.setitem(VARIANTS, "words", ("Llama", {"vocab_size": 10_000}))
     monkeypatch.setattr("gpu.runner.core_lock.FIRST_BYTE", 1 << 40)  # cores that no engine of this machine uses

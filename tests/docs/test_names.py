@@ -85,7 +85,7 @@ COMPOSE_VARIABLES = set(re.findall(r"HEADRACE_\w+", (ROOT / "compose.yaml").read
 VARIABLES = {setting.variable for setting in SETTINGS.values()} | OTHER_VARIABLES | COMPOSE_VARIABLES
 
 
-def test_what_is_checked() -> None:
+def test_names_are_found_in_rows_and_modules() -> None:
     assert names_by_file("| `Sampler` | `gpu/sampler.py` | `Sampler` | also `Rules` in `gpu/rules.py` |") == [
         ("gpu/sampler.py", ["Sampler"]),
         ("gpu/rules.py", ["Rules"]),

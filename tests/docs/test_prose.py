@@ -17,7 +17,7 @@ def test_sentences_are_short_and_name_their_actors(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_help_texts_too(name: str) -> None:
+def test_help_texts_are_short_and_name_their_actors(name: str) -> None:
     found = [f"{why}: {part}" for part in SETTINGS[name].help.split("; ") if (why := complaint(part))]
     assert not found, "\n".join(found)
 

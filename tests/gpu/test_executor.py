@@ -169,13 +169,13 @@ def test_capacity_is_that_of_the_smallest_rank(make_executor: StartExecutor) -> 
     assert fractions[-1] == 1.0
 
 
-def test_uni_is_one_rank() -> None:
+def test_the_uni_backend_refuses_several_ranks() -> None:
     with pytest.raises(ValueError, match="tensor-parallel-size above 1 needs mp"):
         Executor.make(_config("uni", 2))
 
 
 @pytest.mark.parametrize("backend", ["uni", "mp"])
-def test_misuse_is_told(make_executor: StartExecutor, backend: str) -> None:
+def test_misuse_of_an_executor_is_an_error(make_executor: StartExecutor, backend: str) -> None:
     executor = make_executor(backend)
     with pytest.raises(RuntimeError, match="not started"):
         executor.submit(_prefill())
@@ -300,7 +300,7 @@ def test_kill_in_a_step(start_executor: StartExecutor, null_settings: Callable[[
     wait_for(lambda: all(map(_is_gone, pids)), "the other ranks' end")
 
 
-def test_kill_while_idle_is_told(start_executor: StartExecutor) -> None:
+def test_a_worker_killed_while_idle_is_reported(start_executor: StartExecutor) -> None:
     executor = start_executor("mp", 2)
     _run(executor, _prefill())
     pids = _pids(executor)
@@ -352,7 +352,7 @@ def test_a_worker_that_does_not_listen_is_killed(start_executor: StartExecutor, 
     assert [process.returncode for process in processes] == [0, -signal.SIGKILL]
 
 
-def test_shutdown_wakes_who_waits_for_a_step(
+def test_shutdown_wakes_the_thread_that_waits_for_a_step(
     start_executor: StartExecutor, null_settings: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpu.executor.STOP_SECONDS", 0.2)

@@ -82,7 +82,7 @@ def test_version_1_has_files_of_its_own(groups: Groups, quota: int, cores: int, 
     assert machine.available_cores() == (cores if ".." not in path else 8)
 
 
-def test_where_nothing_is_said_the_machines_own_count(groups: Groups) -> None:
+def test_without_a_quota_the_machines_cores_count(groups: Groups) -> None:
     assert machine.available_cores() == 8
     assert machine.total_memory() == 96 * GIB
     assert 63 * GIB < machine.available_memory() <= 64 * GIB

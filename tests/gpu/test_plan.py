@@ -122,7 +122,7 @@ def test_a_decode_step_is_two_columns() -> None:
     assert len(payload) <= 2 * rows.nbytes + 64
 
 
-def test_what_is_no_column_does_not_cross() -> None:
+def test_an_object_without_encoding_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="object"):
         encode(ModelRunnerOutput(0, EMPTY, EMPTY, [], [], {0: object()}, 0.0))  # type: ignore[dict-item]
 

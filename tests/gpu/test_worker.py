@@ -57,7 +57,7 @@ def test_fewer_gpus_than_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, nu
     assert describe(error) == f"each rank takes a GPU of its own: {num_ranks} wanted, torch finds {num_gpus}"
 
 
-def test_only_checkpoint_and_configuration_are_at_fault_for_good() -> None:
+def test_only_checkpoint_and_configuration_errors_are_permanent() -> None:
     for error in (CheckpointError("why"), UnsupportedConfiguration("why")):
         assert is_permanent(error) and describe(error) == "why"
     for error in (ValueError("why"), RuntimeError("why"), MemoryError("why")):
@@ -70,7 +70,7 @@ def chosen_class(model: Path, num_ranks: int = 1, **options: str) -> str:
         return str(ModelRunner(config, checkpoint, torch.device("cpu"), TensorParallelGroup(0, num_ranks)).numerics)
 
 
-def test_a_quantized_file_is_computed_as_it_is_unless_told_otherwise(
+def test_a_quantized_file_is_computed_in_its_own_blocks_by_default(
     folder: Path, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kernels.cpu.pairs.is_fast", lambda: True)

@@ -106,7 +106,7 @@ def test_settings_come_from_the_environment_and_a_file_too(tmp_path: Path) -> No
     assert done.stderr == "headrace: unknown environment variable HEADRACE_PORTT; did you mean `HEADRACE_PORT`?\n"
 
 
-def test_what_kubernetes_sets_for_a_service_of_this_name_is_told_and_ignored() -> None:
+def test_variables_that_kubernetes_sets_for_a_service_of_this_name_are_reported_and_ignored() -> None:
     service = {"HEADRACE_SERVICE_HOST": "10.96.4.7", "HEADRACE_PORT": "tcp://10.96.4.7:8000"}
     done = headrace("serve", "demo", "--host", "no.such.host.invalid", **service)
     warning, complaint = done.stderr.splitlines()
@@ -114,7 +114,7 @@ def test_what_kubernetes_sets_for_a_service_of_this_name_is_told_and_ignored() -
     assert complaint == "headrace: cannot listen on no.such.host.invalid:8000: no such address"
 
 
-def test_looking_at_requests_loads_nothing_heavy(redis_url: str) -> None:
+def test_the_request_commands_load_no_heavy_module(redis_url: str) -> None:
     program = f"""
 import sys
 from ops.cli import main

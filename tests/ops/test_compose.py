@@ -131,7 +131,7 @@ def answer(redis_url: str, *arguments: str) -> Any:
         ("maintenance", ("SCRIPT", "FLUSH")),
     ],
 )
-def test_a_role_may_not_do_what_is_not_its_work(guarded: dict[str, str], user: str, command: tuple[str, ...]) -> None:
+def test_a_role_may_not_do_the_work_of_another(guarded: dict[str, str], user: str, command: tuple[str, ...]) -> None:
     with redis.Redis.from_url(guarded[user]) as client:
         with pytest.raises((redis.exceptions.NoPermissionError, redis.exceptions.AuthenticationError)):
             client.execute_command(*command)

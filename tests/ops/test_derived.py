@@ -9,7 +9,7 @@ from engine.protocol import EngineInfo
 from ops.derived import Row, common_values, derived_values
 
 
-def test_what_engines_settled_differently_is_told_of_each() -> None:
+def test_values_that_differ_between_engines_are_shown_for_each() -> None:
     first: list[Row] = [("device", "cpu", "there is no GPU"), ("max_num_batched_tokens", 512, "default on cpu")]
     second: list[Row] = [("device", "cpu", "there is no GPU"), ("max_num_batched_tokens", 256, "measured")]
     device = ("device", [("cpu", "there is no GPU")])

@@ -66,7 +66,7 @@ def test_json_of_anything_is_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("what", ["\udcff", 2**70, {"a": {2**70: "\ud800"}}])
-def test_json_of_what_is_no_text(monkeypatch: pytest.MonkeyPatch, what: object) -> None:
+def test_json_logs_take_messages_that_are_no_text(monkeypatch: pytest.MonkeyPatch, what: object) -> None:
     """A file's name that is not UTF-8, for one: the line is not lost."""
     configure_logging(LogConfig(log_format="json"), "api")
     stream = io.StringIO()
@@ -92,7 +92,7 @@ def test_auto_is_text_on_a_terminal_alone() -> None:
     assert resolve_format(LogConfig(log_format="json"), Terminal()) == "json"
 
 
-def test_what_python_prints_by_itself_is_a_log_line_too() -> None:
+def test_warnings_and_uncaught_errors_of_python_are_log_lines() -> None:
     """A signal's SystemExit that meets a finalizer, and a thread that dies."""
     program = """
 import threading

@@ -42,7 +42,7 @@ def test_the_cores_of_a_cpu_decide(monkeypatch: pytest.MonkeyPatch, cores: int, 
         ({"load_format": "null"}, (1, 0)),
     ],
 )
-def test_what_is_told_stands_and_the_rest_follows(
+def test_configured_numbers_stand_and_the_others_follow(
     monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], settled: tuple[int, int]
 ) -> None:
     *found, replicas = settle(monkeypatch, 8, **values)

@@ -170,7 +170,7 @@ def test_abort_of_a_clients_id_ends_all_that_bear_it(bus: Bus, redis_url: str, s
     assert requests.live(bus, None) == []
 
 
-def test_an_engine_that_does_not_answer_is_told_so(bus: Bus, redis_url: str, slot: ClaimedSlot) -> None:
+def test_an_abort_that_the_engine_does_not_answer_is_unconfirmed(bus: Bus, redis_url: str, slot: ClaimedSlot) -> None:
     running = enqueue(bus, "a", 1)
     take(bus, slot, running, 1)
     result = headrace(redis_url, "abort", "a", "--timeout", "0.2", "--json")

@@ -110,7 +110,7 @@ def test_the_announced_command_streams_and_the_tools_show_it(calm_server: Servin
     assert used["requests"] >= 1 and used["output_tokens"] >= 8
 
 
-def test_abort_tells_what_was_made_and_ends_the_stream(calm_server: Serving) -> None:
+def test_abort_shows_the_tokens_made_and_ends_the_stream(calm_server: Serving) -> None:
     server = calm_server
     with open_stream(server) as stream:
         following = events(stream)
@@ -200,7 +200,7 @@ def test_a_killed_replica_is_replaced_while_the_other_serves(doubled_server: Ser
 
 
 @pytest.mark.skipif(available_cores() < 2, reason="several engines are started on two cores or more")
-def test_where_memory_does_not_suffice_for_several_engines_one_serves(tiny_llama: Path, tmp_path: Path) -> None:
+def test_one_engine_serves_if_memory_does_not_suffice_for_several(tiny_llama: Path, tmp_path: Path) -> None:
     """A share of the memory that holds the KV of one long request, but not half of it."""
     token_bytes = 4 * 2 * 2 * 16 * 2  # layers, keys and values, heads, dimensions, bytes
     share = 1.5 * 2048 * token_bytes / available_memory()
@@ -314,7 +314,7 @@ def test_a_configuration_that_cannot_work_is_one_line(null_model: tuple[str, ...
         assert left(family, timeout=0) == []
 
 
-def test_a_model_file_that_cannot_be_right_ends_the_start_at_once(smollm2_gguf: Path, tmp_path: Path) -> None:
+def test_a_broken_model_file_ends_the_start_at_once(smollm2_gguf: Path, tmp_path: Path) -> None:
     key = b"llama.attention.head_count"
     head = smollm2_gguf.read_bytes()
     place = head.index(len(key).to_bytes(8, "little") + key) + 8 + len(key) + 4  # behind the key and the value's type

@@ -137,7 +137,7 @@ KUBERNETES = {
 }
 
 
-def test_what_kubernetes_tells_of_services_is_ignored() -> None:
+def test_variables_that_kubernetes_sets_for_services_are_ignored() -> None:
     resolved = resolve({}, {**KUBERNETES, "HEADRACE_SEED": "9"})
     assert resolved.config.model.seed == 9 and resolved.config.api.port == 8000
     assert resolved.ignored == sorted(KUBERNETES)
@@ -147,12 +147,12 @@ def test_what_kubernetes_tells_of_services_is_ignored() -> None:
 @pytest.mark.parametrize(
     ("variable", "value"), [("HEADRACE_PORT", "http://10.96.4.7:8000"), ("HEADRACE_PORT", "tcp"), ("HEADRACE_SERVICE", "x")]
 )
-def test_other_values_and_names_are_mistakes_as_before(variable: str, value: str) -> None:
+def test_variables_unlike_those_of_kubernetes_are_still_mistakes(variable: str, value: str) -> None:
     with pytest.raises(SettingError):
         resolve({}, {variable: value})
 
 
-def test_no_setting_looks_like_what_kubernetes_sets() -> None:
+def test_no_setting_has_a_name_that_kubernetes_sets() -> None:
     assert resolve({}, {setting.variable: "" for setting in SETTINGS.values()}).ignored == []
 
 
@@ -189,7 +189,7 @@ def test_the_documentation_is_current() -> None:
     assert (REPOSITORY / "docs" / "configuration.md").read_text() == configuration_markdown(), "run `headrace config-docs`"
 
 
-def test_what_changes_nothing_here_is_taken_and_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_options_without_effect_are_accepted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     tell_of_no_effect(resolve({"trust_remote_code": True}, {"HEADRACE_ENABLE_CHUNKED_PREFILL": "false"}))
     assert [record.getMessage() for record in caplog.records] == [
         "--enable-chunked-prefill has no effect: prompts are always computed in chunks",

@@ -157,7 +157,7 @@ async def test_a_child_that_never_starts_is_given_up() -> None:
         await run_until_signal(bring_up)
 
 
-async def test_of_a_json_log_line_the_message_is_told() -> None:
+async def test_the_reason_of_a_death_is_the_message_of_a_json_log_line() -> None:
     line = """print('{"level": "error", "message": "no such library"}', file=sys.stderr)"""
     watched = Watched(command("api", "import os, sys", line, "sys.exit(os.EX_CONFIG)"))
 
@@ -169,7 +169,7 @@ async def test_of_a_json_log_line_the_message_is_told() -> None:
         await run_until_signal(bring_up)
 
 
-async def test_a_child_that_is_not_essential_ends_nothing() -> None:
+async def test_a_child_that_is_not_essential_does_not_end_the_supervisor() -> None:
     extra = Watched(command("worker", "import sys", "sys.exit(78)", essential=False))
 
     async def bring_up(supervisor: Supervisor) -> None:
@@ -179,7 +179,7 @@ async def test_a_child_that_is_not_essential_ends_nothing() -> None:
     assert await run_until_signal(bring_up, signal.SIGTERM) == 0
 
 
-async def test_while_a_replica_serves_no_later_death_of_another_is_the_last(tmp_path: Path) -> None:
+async def test_a_replica_that_served_is_restarted_while_another_serves(tmp_path: Path) -> None:
     """One that has served says on its second start that it cannot run."""
     lasting = Watched(command("engine-0", READY, SLEEP))
     mark = str(tmp_path / "started")
@@ -199,7 +199,7 @@ async def test_while_a_replica_serves_no_later_death_of_another_is_the_last(tmp_
     assert await run_until_signal(bring_up, signal.SIGTERM) == 0
 
 
-async def test_a_failure_may_be_taken_by_who_started_the_child() -> None:
+async def test_the_owner_of_a_child_may_handle_its_failure() -> None:
     told: list[str] = []
 
     def take(failure: ChildFailed) -> bool:
@@ -220,7 +220,7 @@ async def test_a_failure_may_be_taken_by_who_started_the_child() -> None:
     assert told == ["engine-0 cannot run with this configuration"]
 
 
-async def test_what_a_child_started_dies_with_it() -> None:
+async def test_processes_that_a_child_started_die_with_it() -> None:
     lines = [
         "import os, signal, subprocess, sys",
         "print(subprocess.Popen(['sleep', '1000']).pid, flush=True)",
@@ -313,7 +313,7 @@ def test_a_command_is_not_started_for_a_parent_that_has_died() -> None:
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
 
 
-def test_a_command_that_does_not_exist_is_told() -> None:
+def test_a_command_that_does_not_exist_is_an_error() -> None:
     from ops import parent_death
 
     wrapped = parent_death.bound_to_parent(["/no/such/command"])

@@ -73,7 +73,7 @@ def beating(bus: Bus, name: str) -> Iterator[None]:
         thread.join()
 
 
-def test_what_the_dead_left_behind_is_ended_in_time(world: World) -> None:
+def test_requests_of_dead_processes_end_within_15_seconds(world: World) -> None:
     """An API server killed with requests waiting and running, and an engine killed with one running, beside living ones."""
     living, dead = world.bus.run(leases.announce_api()), world.bus.run(leases.announce_api())
     engine, dying = world.engine(), world.engine(ttl=2.0)
@@ -139,13 +139,13 @@ def test_a_killed_worker_leaves_no_process(redis_url: str) -> None:
         assert alive == []
 
 
-def test_it_is_small_and_brings_no_model_code() -> None:
+def test_maintenance_imports_no_model_code() -> None:
     program = "import sys, ops.tasks; print(sorted({'torch', 'fastapi', 'numba', 'transformers', 'api'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_tasks_run_twice_and_at_the_same_time_do_it_once(world: World, task_bus: Bus) -> None:
+def test_tasks_that_run_twice_or_at_once_count_once(world: World, task_bus: Bus) -> None:
     dead = "17"
     world.enqueue(*(world.request(client=dead) for _ in range(50)))
     world.engine()
@@ -174,7 +174,7 @@ def test_a_replacements_predecessor_is_declared_dead_and_not_the_replacement(wor
     assert [world.record(name).state for name in ("old", "new")] == ["ended", "running"]
 
 
-def test_indexes_forget_what_has_run_out(world: World, task_bus: Bus) -> None:
+def test_expired_records_leave_the_indexes(world: World, task_bus: Bus) -> None:
     world.engine()
     world.enqueue(world.request("a"), world.request("b"))
     world.finish("a")

@@ -10,7 +10,7 @@ from ops.usage import UsageRow, usage_rows
 from tests.engine.bus.ledger_world import World
 
 
-def test_from_ends_to_rows(redis_url: str) -> None:
+def test_usage_rows_sum_ended_requests_by_model_and_tenant(redis_url: str) -> None:
     with World(redis_url, "model-a") as world, World(redis_url, "model-b") as other:
         for each, tenant in ((world, "alice"), (world, "bob"), (other, "alice")):
             each.enqueue(

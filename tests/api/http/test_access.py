@@ -33,7 +33,7 @@ GUARDED = [
 
 @pytest.mark.parametrize(("method", "path"), GUARDED)
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic a2V5LWE="])
-def test_without_a_key(slow_server: LiveServer, method: str, path: str, header: str | None) -> None:
+def test_a_request_without_a_known_key_is_a_401(slow_server: LiveServer, method: str, path: str, header: str | None) -> None:
     answer = slow_server.http.request(method, path, headers={"Authorization": header} if header else {})
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
@@ -47,7 +47,7 @@ def test_probes_need_none(slow_server: LiveServer, path: str) -> None:
     assert slow_server.http.get(path).status_code == 200
 
 
-def test_with_a_key(slow_server: LiveServer) -> None:
+def test_a_request_with_a_key_is_answered(slow_server: LiveServer) -> None:
     assert slow_server.http.get("/v1/models", headers=ALICE).json()["data"][0]["id"] == "tiny"
 
 
@@ -67,7 +67,7 @@ def test_bodies_that_are_too_large(slow_server: LiveServer, chunked: bool) -> No
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_who_sends_all_before_reading_gets_the_413_too(slow_server: LiveServer, chunked: bool) -> None:
+def test_a_client_that_sends_all_before_it_reads_gets_the_413_too(slow_server: LiveServer, chunked: bool) -> None:
     """http.client knows of no answer before its whole body is sent: a connection closed before would be reset."""
     address = urlsplit(slow_server.url)
     for _ in range(8):
@@ -113,7 +113,7 @@ async def test_comments_keep_a_silent_stream_alive(slow_server: LiveServer) -> N
 
 
 @pytest.mark.parametrize(("key", "status"), [("key-a", 503), ("wrong", 401)])
-async def test_pages_of_an_allowed_origin_are_told_so(key: str, status: int) -> None:
+async def test_answers_name_the_allowed_origin_of_a_page(key: str, status: int) -> None:
     """Before a request, and whatever comes of it: here Redis was never reached."""
     app = create_app(ApiConfig(allowed_origins=["http://page"], api_key=["alice=key-a"]), RedisConfig())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:

@@ -24,7 +24,7 @@ KEYS = KeyRing(["alice=k1", "root:admin=k=2"])
         (None, None),
     ],
 )
-def test_who_it_is(header: str | None, principal: Principal | None) -> None:
+def test_a_header_identifies_the_owner_of_its_key(header: str | None, principal: Principal | None) -> None:
     assert KEYS.identify(header) == principal
 
 
@@ -54,12 +54,12 @@ def test_salts_are_the_tenants_own() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.3.2.1"])
-def test_loopback_needs_no_keys(host: str) -> None:
+def test_a_server_on_loopback_needs_no_keys(host: str) -> None:
     check_exposure(ApiConfig(host=host))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "no such host", ""])
-def test_other_addresses_do(host: str) -> None:
+def test_a_server_on_another_address_needs_keys(host: str) -> None:
     with pytest.raises(ConfigurationError, match="--api-key"):
         check_exposure(ApiConfig(host=host))
     check_exposure(ApiConfig(host=host, api_key=["a=b"]))

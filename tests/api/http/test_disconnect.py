@@ -17,7 +17,7 @@ ABORT_SECONDS = 5.0  # far more than the two steps that it takes; the machine ma
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
-async def test_a_running_request(slow_server: LiveServer, stream: bool, endpoint: str) -> None:
+async def test_a_client_that_leaves_ends_its_running_request(slow_server: LiveServer, stream: bool, endpoint: str) -> None:
     request_id = f"leaves-{stream}-{endpoint[4]}"
     prompt = {"prompt": "x"} if endpoint == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
     body = {**prompt, "max_tokens": 1500, "stream": stream, "n": 2}
@@ -33,7 +33,7 @@ async def test_a_running_request(slow_server: LiveServer, stream: bool, endpoint
     assert record["output_tokens"] < 2 * 1500
 
 
-async def test_nothing_is_left_after_many(slow_server: LiveServer) -> None:
+async def test_clients_that_leave_at_any_moment_leave_no_request(slow_server: LiveServer) -> None:
     """Clients that leave at every moment, from before the answer to the middle of it."""
     async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as http:
         for round in range(12):
@@ -51,7 +51,7 @@ async def test_nothing_is_left_after_many(slow_server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_that_waits(slow_server: LiveServer, stream: bool) -> None:
+async def test_a_client_that_leaves_ends_its_waiting_request(slow_server: LiveServer, stream: bool) -> None:
     """Nothing is sent to a client whose request waits for a slot: its going is noticed all the same."""
     request_id = f"waits-{stream}"
     async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as http:

@@ -73,7 +73,7 @@ async def test_a_body_in_pieces() -> None:
         (b'\xef\xbb\xbf{"prompt": "x"}', "x"),
     ],
 )
-async def test_what_is_valid(content: bytes, prompt: Any) -> None:
+async def test_a_valid_body_reaches_the_endpoint(content: bytes, prompt: Any) -> None:
     assert await ask(content) == (200, {"prompt": prompt})
 
 
@@ -89,7 +89,7 @@ async def test_what_is_valid(content: bytes, prompt: Any) -> None:
         (b'{"prompt": "x"}'.decode().encode("utf-16"), "expected value"),
     ],
 )
-async def test_what_is_no_json(content: bytes, said: str) -> None:
+async def test_a_body_that_is_not_json_is_refused(content: bytes, said: str) -> None:
     status, message, param = await told(content)
     assert (status, param) == (400, "body")
     assert message.startswith(f"1 validation error:\n  body: Invalid JSON: {said} at line 1 column ")
@@ -104,7 +104,7 @@ async def test_every_wrong_field_is_named_up_to_ten() -> None:
     assert message.splitlines()[-1] == "  ... and 2 more"
 
 
-async def test_of_a_large_value_only_its_beginning_is_repeated() -> None:
+async def test_an_error_repeats_only_the_beginning_of_a_large_value() -> None:
     _, message, _ = await told(b'{"prompt": "x", "n": [%b]}' % b",".join([b"0"] * 60))
     assert message.endswith("input=[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, ...])")
 
@@ -124,12 +124,12 @@ async def test_a_client_that_leaves_before_the_bodys_end() -> None:
 
 
 @pytest.mark.parametrize("told_beforehand", [True, False])
-async def test_too_much(told_beforehand: bool) -> None:
+async def test_a_body_over_the_limit_is_a_413(told_beforehand: bool) -> None:
     headers = {**JSON, "content-length": "300"} if told_beforehand else JSON
     status, message, _ = await told(b"[" * 150, b"[" * 150, headers=headers)
     assert (status, message) == (413, f"The request body is larger than {MAX_BYTES} bytes.")
 
 
-async def test_a_route_without_a_body_is_fastapis() -> None:
+async def test_fastapi_handles_a_route_without_a_body() -> None:
     assert await ask(method="GET", query_string=b"limit=3") == (200, {"limit": 3})
     assert (await told(method="GET", query_string=b"limit=x"))[::2] == (400, "query.limit")

@@ -46,7 +46,7 @@ def test_a_unix_socket(null_server: LiveServer, tmp_path: Path) -> None:
             listen.bind(config)
 
 
-def test_what_an_earlier_server_left_is_no_hindrance(tmp_path: Path) -> None:
+def test_a_socket_file_of_an_earlier_server_is_replaced(tmp_path: Path) -> None:
     path = str(tmp_path / "api.sock")
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(path)
@@ -65,13 +65,13 @@ def test_what_an_earlier_server_left_is_no_hindrance(tmp_path: Path) -> None:
         ({"ssl_certfile": __file__}, "cannot be used"),
     ],
 )
-def test_certificates_that_cannot_be(settings: dict[str, str], said: str) -> None:
+def test_unusable_certificates_are_refused(settings: dict[str, str], said: str) -> None:
     with pytest.raises(SettingError, match=said):
         listen.bind(ApiConfig(port=0, **settings))
 
 
 @pytest.mark.parametrize("prefix", ["", "/llm"])
-async def test_under_a_path_with_it_or_without(prefix: str) -> None:
+async def test_a_server_under_a_path_answers_with_and_without_that_path(prefix: str) -> None:
     app = create_app(ApiConfig(root_path="/llm/", api_key=["alice=key-a"]), RedisConfig())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         assert (await client.get(f"{prefix}/live")).status_code == 200, "a probe needs no key"

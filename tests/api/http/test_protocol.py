@@ -166,14 +166,14 @@ async def test_pieces_to_http_1_0_end_with_the_connection(connect: Connect) -> N
     assert json.loads(await socket.rest())["path"] == "/pieces"
 
 
-async def test_what_is_no_http_is_told_so(connect: Connect) -> None:
+async def test_bytes_that_are_not_http_are_a_400(connect: Connect) -> None:
     socket = await (await connect()).say("hello?\r\n\r\n")
     answer = await socket.answer()
     assert (answer["status"], answer["error"]["type"]) == (400, "Bad Request")
     assert await socket.rest() == b""
 
 
-async def test_rubbish_behind_a_request_does_not_spoil_its_answer(connect: Connect, app: App) -> None:
+async def test_a_request_is_answered_though_rubbish_follows_it(connect: Connect, app: App) -> None:
     socket = await (await connect()).say("POST /wait HTTP/1.1\r\nContent-Length: 2\r\n\r\nhello, more than was told")
     app.go.set()
     assert (await socket.answer())["body"] == "he"
@@ -202,7 +202,7 @@ async def test_trailers_are_no_headers(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("said", ["", "\r\n"])
-async def test_who_says_nothing_is_hung_up_on(connect: Connect, said: str) -> None:
+async def test_a_silent_connection_is_closed(connect: Connect, said: str) -> None:
     socket = await connect()
     for _ in range(3):
         await socket.say(said)
@@ -251,7 +251,7 @@ async def test_an_answer_may_take_its_time(connect: Connect, app: App) -> None:
     assert (await socket.answer())["path"] == "/next"
 
 
-async def test_every_request_of_a_lost_connection_is_told(connect: Connect, app: App) -> None:
+async def test_every_request_of_a_lost_connection_learns_of_the_loss(connect: Connect, app: App) -> None:
     """In a pipeline the one under way is not the one that came last."""
     socket = await (await connect()).say("GET /wait HTTP/1.1\r\n\r\nGET /wait HTTP/1.1\r\n\r\n")
     socket.close()

@@ -27,11 +27,11 @@ CLEANED = [
 
 
 @pytest.mark.parametrize(("given", "kept"), CLEANED)
-def test_of_a_header_what_may_be_in_an_id_is_kept(given: str, kept: str | None) -> None:
+def test_an_id_keeps_the_allowed_characters_of_its_header(given: str, kept: str | None) -> None:
     assert (header_id({"headers": [(b"x-request-id", given.encode("latin-1"))]}) or None) == kept
 
 
-def test_without_a_header() -> None:
+def test_no_id_is_read_without_the_header() -> None:
     assert header_id({"headers": []}) is None
 
 

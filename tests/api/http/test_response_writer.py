@@ -118,7 +118,7 @@ async def test_pieces_come_between_the_head_and_the_end(app: App, client: Client
     assert read.partition(b"\r\n\r\n")[2] == told
 
 
-async def test_not_while_the_socket_takes_nothing(app: App, client: Client) -> None:
+async def test_a_writer_is_not_ready_while_its_socket_is_full(app: App, client: Client) -> None:
     await client.ask()
     response = await app.response()
     writer, told = await response.start(), []
@@ -167,7 +167,7 @@ async def test_a_client_that_left_is_told_at_once_or_later(app: App, client: Cli
     assert writer.gone and not (await response.start()).ready
 
 
-async def test_only_what_is_under_way_is_told_that_the_socket_takes_more(app: App, client: Client) -> None:
+async def test_only_the_response_under_way_learns_that_the_socket_takes_more(app: App, client: Client) -> None:
     """Two requests in a pipeline: the second one waits while the socket of both is full and takes more again."""
     await client.ask(times=2)
     first = await app.response()

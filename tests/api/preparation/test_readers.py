@@ -97,7 +97,9 @@ def comparable(task: Task) -> Task:
         (DetokenizeRequest, detokenized, {"tokens": [5, 6, 7]}),
     ],
 )
-async def test_the_same_as_here(readers: Readers, model: ServedModel, schema: Any, work: Any, body: dict[str, Any]) -> None:
+async def test_a_reader_process_gives_the_same_results_as_this_process(
+    readers: Readers, model: ServedModel, schema: Any, work: Any, body: dict[str, Any]
+) -> None:
     head, result = await worked(readers, model, schema, body, work)
     own = TypeAdapter(schema).validate_python(body)
     expected = work(own, model, RULES)
@@ -110,7 +112,7 @@ async def test_the_same_as_here(readers: Readers, model: ServedModel, schema: An
         assert getattr(head, field, None) == getattr(own, field, None)
 
 
-async def test_errors_come_back_as_they_are(readers: Readers, model: ServedModel) -> None:
+async def test_errors_of_a_reader_process_come_back_unchanged(readers: Readers, model: ServedModel) -> None:
     with pytest.raises(InvalidRequest) as invalid:
         await readers.read(CompletionRequest, b'{"prompt": "x", "n": "2"}')
     assert (invalid.value.status, invalid.value.param) == (400, "body.n")

@@ -11,7 +11,7 @@ from engine.config import ApiConfig
 LIMITS = RequestLimits(max_n=8, max_prompts=4, max_choices=16, max_stop_strings=2, max_bad_words=3)
 
 
-def test_defaults_are_the_settings() -> None:
+def test_default_limits_are_those_of_the_settings() -> None:
     assert RequestLimits.of(ApiConfig()) == RequestLimits()
 
 

@@ -64,7 +64,7 @@ def test_a_role_that_would_be_left_out() -> None:
         render(refusing, talk)
 
 
-def test_one_template_may_want_text_here_and_parts_there() -> None:
+def test_a_template_may_take_text_for_one_role_and_parts_for_another() -> None:
     source = "[SYS {{ messages[0].content|trim }}]{% for m in messages[1:] %}{% if m.content is string %}{{ m.content }}{% else %}"
     template = ChatTemplate(source + "{% for p in m.content %}({{ p.text }}){% endfor %}{% endif %}{% endfor %}")
     system, parts = {"role": "system", "content": "Be brief."}, [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -107,12 +107,12 @@ def test_a_truncated_prompt_is_echoed_as_it_is() -> None:
         ([1] * 10, "maximum context length is 10 tokens.*contains 10 input tokens"),
     ],
 )
-def test_prompts_that_cannot_be(token_ids: list[int], message: str) -> None:
+def test_impossible_prompts_are_refused(token_ids: list[int], message: str) -> None:
     with pytest.raises(BadRequest, match=message):
         checked(Prompt(token_ids), LIMITS)
 
 
-def test_what_cannot_fit_is_not_tokenized(tokenizer: TextTokenizer) -> None:
+def test_a_text_that_cannot_fit_is_refused_untokenized(tokenizer: TextTokenizer) -> None:
     text = "x" * (10 * tokenizer.max_chars_per_token + 1)
     with pytest.raises(BadRequest, match="characters") as caught:
         tokenize_text(text, tokenizer, LIMITS, True)

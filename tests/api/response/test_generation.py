@@ -118,7 +118,7 @@ def test_a_stop_string_is_told_to_the_stream_and_the_engines_word_is_waited_for(
     assert told.ends == [None] and len(told.outputs) == 2
 
 
-def test_an_abort_ends_open_choices_with_what_they_hold(
+def test_an_abort_ends_open_choices_with_their_held_text(
     make: Callable[..., Generation], tokenizer: TextTokenizer, told: Recorder
 ) -> None:
     generation = make(n=2, stop=["abc"])
@@ -155,7 +155,7 @@ def test_a_failing_sink_fails_its_generation_and_nobody_else(make: Callable[...,
     assert record.request_id == "mine" and "no text" in record.exc_text
 
 
-def test_a_sink_that_fails_at_an_abort_is_told_the_end_all_the_same(make: Callable[..., Generation], told: Recorder) -> None:
+def test_a_sink_that_fails_at_an_abort_still_gets_the_end(make: Callable[..., Generation], told: Recorder) -> None:
     generation = make(n=2)
 
     def fail(output: ChoiceOutput) -> None:

@@ -77,7 +77,7 @@ async def opened(sink: EventSink, writer: Writer) -> asyncio.Task[None]:
     return written
 
 
-async def test_each_output_is_written_at_once_and_what_shows_nothing_is_not() -> None:
+async def test_each_output_that_shows_something_is_written_at_once() -> None:
     sink, writer = EventSink(Format()), Writer()
     last = await opened(sink, writer)
     for text in ("a", "", "b"):
@@ -89,7 +89,7 @@ async def test_each_output_is_written_at_once_and_what_shows_nothing_is_not() ->
     assert writer.pieces[2:] == [b"0:.;", b"<close>" + DONE]
 
 
-async def test_what_came_before_the_responses_head_is_merged() -> None:
+async def test_outputs_before_the_responses_head_are_merged() -> None:
     """The engine may be faster than Redis' answer to `enqueue`."""
     sink, writer = EventSink(Format()), Writer()
     for output in (say(1, "a"), say(0, "x"), say(1, "b", end=True)):
@@ -140,7 +140,7 @@ async def test_a_failure_comes_behind_what_was_merged() -> None:
     assert writer.pieces[0] == b"<open>0:a;" and b"broken" in writer.pieces[1]
 
 
-async def test_what_fails_while_it_is_merged_ends_the_stream_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_of_merged_outputs_ends_the_stream_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
     format = Format()
     sink, writer = EventSink(format), Writer(room=0)
     last = await opened(sink, writer)

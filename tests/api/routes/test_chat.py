@@ -166,7 +166,7 @@ def test_the_prompt_as_text(null_server: LiveServer) -> None:
     assert text.endswith("<|im_start|>user\nSay something.<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_ids_of_the_client(null_server: LiveServer) -> None:
+def test_an_id_from_header_or_body_is_in_the_answer_and_the_internal_id(null_server: LiveServer) -> None:
     body = {"messages": MESSAGES, "max_tokens": 1, "request_id": "from-body"}
     for headers, expected in (({}, "from-body"), ({"X-Request-Id": "from.header:1"}, "from.header:1")):
         answer = null_server.http.post(PATH, json=body, headers=headers)
@@ -177,7 +177,7 @@ def test_ids_of_the_client(null_server: LiveServer) -> None:
         assert len(internal) == len(expected) + 9
 
 
-def test_an_id_of_the_servers_own_is_the_same_everywhere(null_server: LiveServer) -> None:
+def test_an_id_that_the_server_made_is_the_same_in_header_and_answer(null_server: LiveServer) -> None:
     answer = null_server.http.post(PATH, json={"messages": MESSAGES, "max_tokens": 1})
     assert answer.json()["id"] == "chatcmpl-" + answer.headers["x-request-id"]
 
@@ -186,7 +186,7 @@ def test_unknown_fields_are_ignored(null_server: LiveServer) -> None:
     assert ask(null_server, max_tokens=1, user="me", metadata={"a": 1}, store=True, frobnicate=[1])["choices"]
 
 
-def test_a_users_text_forges_no_turn(null_server: LiveServer) -> None:
+def test_the_text_of_a_user_cannot_end_the_turn(null_server: LiveServer) -> None:
     def tokens(content: str) -> list[int]:
         messages = [{"role": "user", "content": content}]
         ids: list[int] = null_server.http.post("/tokenize", json={"messages": messages}).json()["tokens"]

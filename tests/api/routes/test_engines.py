@@ -39,7 +39,7 @@ def test_the_prefix_cache_is_forgotten(server: LiveServer) -> None:
     assert server.http.post("/reset_prefix_cache?model=nobody").status_code == 404
 
 
-def test_only_an_admin_may(slow_server: LiveServer) -> None:
+def test_only_an_admin_may_reset_the_prefix_cache(slow_server: LiveServer) -> None:
     refused = slow_server.http.post("/reset_prefix_cache", headers={"Authorization": f"Bearer {KEYS['alice']}"})
     assert (refused.status_code, refused.json()["error"]["type"]) == (403, "PermissionDeniedError")
     assert slow_server.http.post("/reset_prefix_cache", headers={"Authorization": f"Bearer {KEYS['ops']}"}).status_code == 200

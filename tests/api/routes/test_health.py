@@ -12,7 +12,7 @@ from tests.api.live_server import LiveServer
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", "/health"), ("GET", "/live"), ("GET", "/ready"), ("GET", "/ping"), ("POST", "/ping")]
 )
-def test_all_is_well(null_server: LiveServer, method: str, path: str) -> None:
+def test_probes_answer_200_while_an_engine_lives(null_server: LiveServer, method: str, path: str) -> None:
     answer = null_server.http.request(method, path)
     assert (answer.status_code, answer.content) == (200, b"")
 
@@ -41,7 +41,7 @@ def test_options_are_the_methods_of_a_path(null_server: LiveServer, path: str, a
     assert (answer.status_code, answer.headers["allow"], answer.content) == (204, allowed, b"")
 
 
-def test_head_of_what_is_not_there(null_server: LiveServer) -> None:
+def test_head_of_an_unknown_path_is_a_404(null_server: LiveServer) -> None:
     assert null_server.http.head("/nowhere").status_code == 404
     assert null_server.http.options("/nowhere").status_code == 404
     assert null_server.http.head("/v1/completions").status_code == 405
@@ -78,6 +78,6 @@ def test_tokenize_messages_is_the_prompt_of_chat(null_server: LiveServer) -> Non
     assert answer["token_strs"] is None
 
 
-def test_tokens_of_nothing(null_server: LiveServer) -> None:
+def test_empty_inputs_have_no_tokens_and_no_text(null_server: LiveServer) -> None:
     assert null_server.http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
     assert null_server.http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}

@@ -51,7 +51,7 @@ async def listed(server: LiveServer, who: str, **query: str) -> list[dict[str, A
         return data
 
 
-async def test_a_tenant_sees_its_own_an_admin_everybodys(slow_server: LiveServer) -> None:
+async def test_a_tenant_sees_its_own_requests_and_an_admin_all(slow_server: LiveServer) -> None:
     async with running(slow_server, "alice", "a-1") as (alices, _), running(slow_server, "bob", "b-1") as (bobs, _):
         assert [request["id"] for request in await listed(slow_server, "alice")] == [alices]
         assert [request["id"] for request in await listed(slow_server, "bob")] == [bobs]
@@ -63,7 +63,7 @@ async def test_a_tenant_sees_its_own_an_admin_everybodys(slow_server: LiveServer
             assert (await http.delete(f"/v1/requests/{alices}")).status_code == 404
 
 
-async def test_what_is_told_of_a_request(slow_server: LiveServer) -> None:
+async def test_a_request_is_shown_with_its_counts_and_times(slow_server: LiveServer) -> None:
     async with running(slow_server, "alice", "told", n=2) as (internal, _), client(slow_server, "alice") as http:
         request = (await http.get("/v1/requests/told")).json()
         assert (request["id"], request["external_id"], request["tenant"], request["model"]) == (internal, "told", "alice", "tiny")
@@ -86,7 +86,7 @@ async def test_the_record_counts_what_the_answer_counts(slow_server: LiveServer)
 
 
 @pytest.mark.parametrize(("method", "suffix"), [("POST", "/cancel"), ("DELETE", "")])
-async def test_an_abort_answers_with_what_was_made(slow_server: LiveServer, method: str, suffix: str) -> None:
+async def test_an_abort_answers_with_the_tokens_made(slow_server: LiveServer, method: str, suffix: str) -> None:
     async with running(slow_server, "alice", f"abort-{method}") as (internal, reading):
         async with client(slow_server, "alice") as http:
             answer = await http.request(method, f"/v1/requests/cmpl-abort-{method}{suffix}")
@@ -101,7 +101,7 @@ async def test_an_abort_answers_with_what_was_made(slow_server: LiveServer, meth
         assert events[-2]["choices"][0]["finish_reason"] == "abort"
 
 
-async def test_an_abort_of_a_whole_answer_returns_the_part(slow_server: LiveServer) -> None:
+async def test_a_whole_answer_that_is_aborted_has_the_text_so_far(slow_server: LiveServer) -> None:
     async with client(slow_server, "alice") as http, client(slow_server, "ops") as ops:
         headers = {"X-Request-Id": "whole"}
         work = asyncio.create_task(http.post("/v1/completions", json={**LONG, "n": 2}, headers=headers))
@@ -137,7 +137,7 @@ async def test_ended_requests_are_listed_when_asked_for(slow_server: LiveServer)
     assert "over" not in {request["external_id"] for request in await listed(slow_server, "bob")}
 
 
-async def test_the_newest_of_several_with_one_id(slow_server: LiveServer) -> None:
+async def test_an_id_used_again_names_the_newest_request(slow_server: LiveServer) -> None:
     async with client(slow_server, "alice") as http:
         for _ in range(2):
             last = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Id": "twice"})

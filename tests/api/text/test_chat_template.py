@@ -30,13 +30,13 @@ TALK: list[Message] = [
 
 @pytest.mark.parametrize("source", [CHATML, TRIMMING, ODD])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
-def test_as_transformers(source: str, add_generation_prompt: bool) -> None:
+def test_rendering_equals_transformers(source: str, add_generation_prompt: bool) -> None:
     expected, _ = render_jinja_template([TALK], chat_template=source, add_generation_prompt=add_generation_prompt, eos_token="</s>")
     assert ChatTemplate(source, {"eos_token": "</s>"}).render(TALK, add_generation_prompt) == expected[0]
 
 
 @pytest.mark.parametrize("source", [CHATML, TRIMMING])
-def test_continue_final_message_as_transformers(source: str) -> None:
+def test_continue_final_message_equals_transformers(source: str) -> None:
     expected, _ = render_jinja_template([TALK], chat_template=source, continue_final_message=True, eos_token="</s>")
     template = ChatTemplate(source, {"eos_token": "</s>"})
     assert template.render(TALK, add_generation_prompt=False, continue_final_message=True) == expected[0]
@@ -47,7 +47,7 @@ def test_a_template_that_drops_the_final_message() -> None:
         ChatTemplate("{{ messages[0].content }}").render(TALK, False, True)
 
 
-def test_the_templates_own_word_is_the_error() -> None:
+def test_the_error_is_the_message_that_the_template_raises() -> None:
     template = ChatTemplate("{{ raise_exception('Conversation roles must alternate') }}")
     with pytest.raises(BadRequest, match=r"^Conversation roles must alternate$") as caught:
         template.render(TALK)
@@ -55,12 +55,12 @@ def test_the_templates_own_word_is_the_error() -> None:
 
 
 @pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ messages.nope.nope }}", "{{ messages | sum }}", "{{ ''.__class__ + 1 }}"])
-def test_what_breaks_inside_is_a_bad_request(source: str) -> None:
+def test_a_template_that_fails_is_a_bad_request(source: str) -> None:
     with pytest.raises(BadRequest):
         ChatTemplate(source).render(TALK)
 
 
-def test_a_template_that_is_none() -> None:
+def test_a_template_with_a_syntax_error_is_a_bad_request() -> None:
     with pytest.raises(BadRequest, match="not valid"):
         ChatTemplate("{% for %}")
 
@@ -100,7 +100,7 @@ def test_the_form_of_content_is_probed(source: str, role: str, is_first: bool, t
     assert (forms.text, forms.parts, forms.raises) == (text, parts, False)
 
 
-def test_content_that_is_none() -> None:
+def test_templates_are_probed_for_content_none() -> None:
     branch = EACH % "{% if m.content is none %}-{% else %}{{ m.content }}{% endif %}"
     assert ChatTemplate(branch).forms("assistant", False).none
     assert not ChatTemplate(EACH % "{{ m.content }}").forms("assistant", False).none
@@ -113,7 +113,7 @@ def test_a_role_that_the_template_refuses_itself() -> None:
     assert not ChatTemplate(source).forms("user", True).raises
 
 
-def test_roles_that_are_made_up_are_not_all_remembered() -> None:
+def test_the_memory_for_made_up_roles_is_bounded() -> None:
     template = ChatTemplate(CHATML)
     assert all(template.forms(f"role{number}", False).text for number in range(200))
     assert len(template._forms) == 64

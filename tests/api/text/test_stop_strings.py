@@ -84,7 +84,7 @@ def test_long_stop_strings_cost_no_more_than_short_ones() -> None:
     assert matcher.push(word) == StopMatch(word, "")
 
 
-def test_what_was_held_is_text_at_the_end() -> None:
+def test_held_text_is_shown_at_the_end() -> None:
     matcher = StopMatcher(["STOP"])
     assert matcher.push("do not ST") == "do not "
     assert matcher.flush() == "ST"

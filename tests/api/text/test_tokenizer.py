@@ -39,13 +39,13 @@ SENTENCEPIECE, SWALLOWING = sentencepiece(), sentencepiece(lstrip=True)
 
 @given(st.lists(WORDS | st.text(max_size=4)))
 @pytest.mark.parametrize("kind", ["smollm2", "sentencepiece", "swallowing"])
-def test_never_more_than_there_are(tokenizer: TextTokenizer, kind: str, words: list[str]) -> None:
+def test_the_least_number_of_tokens_never_exceeds_the_real_one(tokenizer: TextTokenizer, kind: str, words: list[str]) -> None:
     text = "".join(words)
     tested = {"smollm2": tokenizer, "sentencepiece": SENTENCEPIECE, "swallowing": SWALLOWING}[kind]
     assert tested.fewest_tokens(text) <= len(tested.encode(text, add_special_tokens=False))
 
 
-def test_a_bound_that_is_worth_its_name(tokenizer: TextTokenizer) -> None:
+def test_the_least_number_of_tokens_is_near_the_real_one(tokenizer: TextTokenizer) -> None:
     assert tokenizer.fewest_tokens("語" * 1000) > 500
     assert SENTENCEPIECE.fewest_tokens("語" * 1000) == 3000
     assert SENTENCEPIECE.fewest_tokens("a" * 1000) == 250
@@ -60,7 +60,7 @@ def test_a_bound_that_is_worth_its_name(tokenizer: TextTokenizer) -> None:
         {"pre_tokenizer": {"type": "Split", "pattern": {"String": "a"}, "behavior": "Removed", "invert": False}},
     ],
 )
-def test_where_text_may_vanish_nothing_is_known(change: dict[str, Any]) -> None:
+def test_a_tokenizer_that_may_drop_text_has_no_least_number_of_tokens(change: dict[str, Any]) -> None:
     library: Any = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
     library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback()])
     known, unknown = (
@@ -70,7 +70,7 @@ def test_where_text_may_vanish_nothing_is_known(change: dict[str, Any]) -> None:
     assert (known.fewest_tokens("abc"), unknown.fewest_tokens("abc")) == (3, 0)
 
 
-def test_unknown_characters_that_fuse_have_no_bound() -> None:
+def test_a_tokenizer_that_fuses_unknown_characters_has_no_least_number() -> None:
     library: Any = Tokenizer(models.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>", fuse_unk=True))
     library.pre_tokenizer = pre_tokenizers.Metaspace()
     library.decoder = decoders.Metaspace()
@@ -78,7 +78,7 @@ def test_unknown_characters_that_fuse_have_no_bound() -> None:
 
 
 @pytest.mark.parametrize("work", ["encode", "decode"])
-def test_other_threads_go_on(tokenizer: TextTokenizer, work: str) -> None:
+def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: TextTokenizer, work: str) -> None:
     token_ids = tokenizer.encode("語" * 50_000)
     calls: dict[str, Callable[[], object]] = {
         "encode": lambda: tokenizer.encode("語" * 50_000),
@@ -107,7 +107,7 @@ def test_guarded_text_makes_no_special_tokens(tokenizer: TextTokenizer) -> None:
 
 
 @given(st.lists(st.sampled_from(["<|im_end|>", "<|im_", "end|>", "<", "a", "\n", "<|im_start|>"]), max_size=12))
-def test_however_it_is_spelled(tokenizer: TextTokenizer, pieces: list[str]) -> None:
+def test_guarded_text_keeps_its_spelling_and_makes_no_special_token(tokenizer: TextTokenizer, pieces: list[str]) -> None:
     text = "".join(pieces)
     token_ids = tokenizer.encode("<|im_start|>" + tokenizer.guarded(text) + "<|im_end|>")
     assert [token_ids.count(IM_START), token_ids.count(IM_END)] == [1, 1]
@@ -116,7 +116,7 @@ def test_however_it_is_spelled(tokenizer: TextTokenizer, pieces: list[str]) -> N
         assert token_ids == tokenizer.encode("<|im_start|>" + text + "<|im_end|>")
 
 
-def test_all_that_a_request_says_is_guarded(tokenizer: TextTokenizer) -> None:
+def test_roles_keys_and_list_items_are_guarded_too(tokenizer: TextTokenizer) -> None:
     guard = tokenizer.guarded("<|im_end|>")
     assert guard != "<|im_end|>"
     said = [{"role": "<|im_end|>", "calls": [{"<|im_end|>": ["<|im_end|>", 1, None]}]}]
@@ -134,5 +134,5 @@ def test_tokens_around_a_guarded_text(tokenizer: TextTokenizer) -> None:
     assert tested.encode(tested.guarded("ab<|end|>")) == [0, *inside, 267]
 
 
-def test_many_spelled_tokens_take_no_longer(tokenizer: TextTokenizer) -> None:
+def test_a_hundred_thousand_spelled_special_tokens_are_guarded(tokenizer: TextTokenizer) -> None:
     assert len(tokenizer.guarded("<|im_end|>" * 100_000)) == 1_100_000

@@ -45,7 +45,7 @@ def test_the_closest_of_many_answers_counts() -> None:
     assert clock() - time.monotonic() == pytest.approx(1001.4 - 12.001)
 
 
-def test_it_follows_a_clock_that_was_set() -> None:
+def test_the_clock_follows_when_redis_clock_was_set() -> None:
     clock = BusClock()
     clock.heard(told=1000.0, asked_at=10.0, heard_at=10.001)
     for _ in range(SAMPLES):
@@ -53,7 +53,7 @@ def test_it_follows_a_clock_that_was_set() -> None:
     assert clock() - time.monotonic() == pytest.approx(5000.0 - 11.005)
 
 
-def test_it_is_set_by_redis(world: World, true_time: Callable[[], float]) -> None:
+def test_asking_redis_sets_the_clock(world: World, true_time: Callable[[], float]) -> None:
     clock = BusClock()
     assert clock() == pytest.approx(true_time() + HOUR, abs=1.0)
     clock.ask(world.bus)
@@ -78,9 +78,7 @@ async def test_every_time_of_a_request_is_of_one_clock(
     assert before - 0.1 <= info.started <= after + 0.1
 
 
-def test_a_request_that_comes_early_is_first_whatever_its_server_s_clock_says(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_are_ordered_by_arrival_whatever_their_servers_clocks_show(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = world.engine()
     world.enqueue(world.request("early"))
     monkeypatch.setattr(time, "time", lambda right=time.time: right() - HOUR)
@@ -90,7 +88,7 @@ def test_a_request_that_comes_early_is_first_whatever_its_server_s_clock_says(
     assert [view.id for view in world.bus.run(records.live_requests(world.model))] == ["late", "early"]
 
 
-def test_usage_belongs_to_the_day_that_redis_says(world: World, true_time: Callable[[], float]) -> None:
+def test_usage_counts_on_the_day_of_redis_clock(world: World, true_time: Callable[[], float]) -> None:
     engine = world.engine()
     world.enqueue(world.request("r"))
     world.end(engine, *world.take(engine))

@@ -81,7 +81,7 @@ def test_a_restart_is_waited_out(own_server: RedisServer) -> None:
         assert bus.run(get("h")) == BUNDLE, "on the connection that broke"
 
 
-async def test_away_is_said_within_the_patience(own_server: RedisServer) -> None:
+async def test_a_call_fails_within_the_patience_when_redis_is_away(own_server: RedisServer) -> None:
     async with AsyncBus(own_server.url, patience=0.3) as abus:
         with Bus(own_server.url, patience=0.3) as bus:
             await abus.run(put("h"))
@@ -139,7 +139,7 @@ async def failure(running: Awaitable[object]) -> BusUnavailable:
     return failed.value
 
 
-async def test_what_keeps_a_redis_from_serving_is_said_as_it_is(own_server: RedisServer) -> None:
+async def test_an_unavailable_redis_gives_its_reason(own_server: RedisServer) -> None:
     with redis.Redis.from_url(own_server.url) as raw, Bus(own_server.url, patience=0.1) as bus:
         async with AsyncBus(own_server.url, patience=0.1) as abus:
             assert bus.run(accepts()) is None
@@ -178,7 +178,7 @@ def is_busy(raw: redis.Redis) -> bool:
         return True
 
 
-async def test_a_redis_that_is_busy_with_somebodys_script_is_away(own_server: RedisServer) -> None:
+async def test_a_redis_that_is_busy_with_a_script_is_away(own_server: RedisServer) -> None:
     with (
         redis.Redis.from_url(own_server.url) as raw,
         redis.Redis.from_url(own_server.url) as somebody,
@@ -309,7 +309,7 @@ async def test_a_silent_subscription_is_questioned(own_server: RedisServer, monk
                     own_server.process.send_signal(signal.SIGCONT)
 
 
-async def test_nobody_subscribes_to_a_redis_that_is_away(own_server: RedisServer) -> None:
+async def test_subscribing_fails_when_redis_is_away(own_server: RedisServer) -> None:
     own_server.kill()
     with Bus(own_server.url) as bus, pytest.raises(BusUnavailable), bus.subscribe("one"):
         raise AssertionError("subscribed")

@@ -47,7 +47,7 @@ def test_the_scripts_keys_are_in_one_place() -> None:
     }  # fmt: skip
 
 
-def test_a_consumer_is_its_slot() -> None:
+def test_a_slot_is_found_by_the_name_of_its_consumer() -> None:
     assert keys.consumer("12") == "engine-12"
     assert keys.slot_of_consumer(keys.consumer("12")) == "12"
 

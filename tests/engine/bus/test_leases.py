@@ -53,7 +53,7 @@ def test_several_engines_die_at_once(world: World) -> None:
     assert [dead.slot for dead in named] == [engine.slot for engine in engines]
 
 
-def test_a_holder_that_is_back_begins_anew(world: World) -> None:
+def test_a_slot_with_a_new_holder_is_looked_at_twice_again(world: World) -> None:
     dead = crashed(world)
     assert world.bus.run(leases.dead_engines(world.model, ttl=0.02)) == []
     successor = world.engine()
@@ -65,7 +65,7 @@ def test_a_holder_that_is_back_begins_anew(world: World) -> None:
     assert world.bus.run(leases.dead_engines(world.model, ttl=60.0)) == []
 
 
-def test_an_engine_with_nothing_in_flight_is_not_named(world: World) -> None:
+def test_a_dead_engine_with_nothing_in_flight_is_not_reported(world: World) -> None:
     assert world.bus.run(leases.dead_engines(world.model)) == []
     world.crash(world.engine())
     assert [world.bus.run(leases.dead_engines(world.model, ttl=0.001)) for _ in range(3)] == [[], [], []]

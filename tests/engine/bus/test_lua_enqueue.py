@@ -48,7 +48,7 @@ def test_lower_priority_numbers_first_then_arrival(world: World) -> None:
     assert world.queued() == ["c", "b", "d", *(f"list{number:02}" for number in range(25)), "a", "e"]
 
 
-def test_sent_twice_it_is_there_once(world: World) -> None:
+def test_a_request_sent_twice_is_enqueued_once(world: World) -> None:
     requests = [world.request(), world.request()]
     first = world.enqueue(*requests)
     assert world.enqueue(*requests) == first
@@ -60,7 +60,7 @@ def test_sent_twice_it_is_there_once(world: World) -> None:
     world.check_integrity()
 
 
-def test_a_list_is_sent_again_whole_or_it_is_another_one(world: World) -> None:
+def test_a_list_that_repeats_only_some_requests_is_refused(world: World) -> None:
     known = world.request()
     world.enqueue(known)
     assert refusal(world.enqueue(known, world.request())).reason == "duplicate"
@@ -68,7 +68,7 @@ def test_a_list_is_sent_again_whole_or_it_is_another_one(world: World) -> None:
     world.check_integrity()
 
 
-def test_it_rings_for_the_engines(world: World) -> None:
+def test_a_list_wakes_the_engines_once(world: World) -> None:
     with world.bus.subscribe(keys.wake_channel(world.model)) as bell:
         world.enqueue(world.request(), world.request())
         assert bell.get(5.0) is not None
@@ -88,7 +88,7 @@ def test_a_lost_answer_is_made_up_for(world: World) -> None:
     world.check_integrity()
 
 
-def test_another_ones_id_is_refused(world: World) -> None:
+def test_the_id_of_another_clients_request_is_refused(world: World) -> None:
     world.enqueue(world.request("a"))
     refused = refusal(world.enqueue(world.request("b"), world.request("a", client="api-2")))
     assert (refused.reason, refused.request_id) == ("duplicate", "a")
@@ -119,7 +119,7 @@ def test_the_limit_of_requests_counts_choices_waiting_and_running(world: World) 
     world.check_integrity()
 
 
-def test_the_limit_of_tokens_is_of_those_that_wait(world: World) -> None:
+def test_the_limit_of_tokens_counts_waiting_prompts_only(world: World) -> None:
     limits = AdmissionLimits(max_num_queued_tokens=10, require_engine=False)
     assert isinstance(world.enqueue(world.request(tokens=100), limits=limits), Enqueued), "nothing waited: a long prompt passes"
     refused = refusal(world.enqueue(world.request(), limits=limits))
@@ -173,7 +173,7 @@ def test_racing_senders_stay_within_the_limit(world: World) -> None:
     world.check_integrity()
 
 
-def test_a_client_that_reuses_one_id_for_ever_fills_nothing(world: World) -> None:
+def test_the_index_of_a_reused_id_is_bounded(world: World) -> None:
     world.enqueue(world.request("patient"))
     engine = world.engine()
     world.take(engine)
@@ -187,6 +187,6 @@ def test_a_client_that_reuses_one_id_for_ever_fills_nothing(world: World) -> Non
     assert found[-1] == "patient"
 
 
-def test_a_handle_that_lua_cannot_hold_is_a_fault_of_the_caller(world: World) -> None:
+def test_a_handle_too_large_for_lua_is_refused(world: World) -> None:
     with pytest.raises(ValueError, match="53 bits"):
         world.enqueue(world.request(handle=2**53))

@@ -63,7 +63,7 @@ def test_a_replacement_keeps_its_own(world: World) -> None:
     world.check_integrity()
 
 
-def test_the_dead_of_long_ago_do_not_take_later_ones_with_them(world: World) -> None:
+def test_an_earlier_dead_engine_does_not_end_its_successors_requests(world: World) -> None:
     world.enqueue(world.request("a"))
     first = world.engine()
     world.crash(first)
@@ -75,7 +75,7 @@ def test_the_dead_of_long_ago_do_not_take_later_ones_with_them(world: World) -> 
     assert world.fail_engine(second) == 1
 
 
-def test_more_than_a_batch(world: World) -> None:
+def test_more_requests_than_a_batch_all_end(world: World) -> None:
     engine = world.engine()
     for _ in range(3):
         world.enqueue(*(world.request() for _ in range(128)))
@@ -85,7 +85,7 @@ def test_more_than_a_batch(world: World) -> None:
     world.check_integrity()
 
 
-def test_a_batch_of_a_replacements_own_is_passed_over(world: World) -> None:
+def test_a_batch_of_the_replacements_requests_is_skipped(world: World) -> None:
     world.enqueue(*(world.request() for _ in range(300)))
     first = world.engine()
     world.take(first, 100)
@@ -153,7 +153,7 @@ def test_entries_of_which_nothing_is_known_are_cleared_away(world: World) -> Non
     assert (world.entries(), world.pending()) == ({}, {})
 
 
-def test_who_saw_the_process_exit_frees_the_slot_and_need_not_wait(world: World) -> None:
+def test_an_observer_of_the_exit_releases_the_slot_and_ends_its_requests_at_once(world: World) -> None:
     world.enqueue(world.request("a"))
     engine = world.engine()
     world.take(engine)
@@ -170,5 +170,5 @@ def test_who_saw_the_process_exit_frees_the_slot_and_need_not_wait(world: World)
     world.check_integrity()
 
 
-def test_of_a_model_that_never_was_there_is_nothing_to_end(world: World) -> None:
+def test_an_unknown_model_has_no_requests_to_end(world: World) -> None:
     assert world.bus.run(transitions.fail_engine("nobody", "0", 1, "it died")) == 0

@@ -40,7 +40,7 @@ def test_a_queued_request_ends_here_and_its_api_server_is_told(world: World) -> 
     world.check_integrity()
 
 
-def test_its_stored_output_is_empty_for_every_choice(world: World) -> None:
+def test_a_queued_request_that_ends_has_no_output_in_any_choice(world: World) -> None:
     world.enqueue(world.request("a", n=3))
     world.bus.run(transitions.finish(world.model, "a", Abort("a", reason=FinishReason.ERROR), "too late"))
     stored = world.bus.run(records.stored_output(world.model, "a"))
@@ -57,7 +57,7 @@ def test_tokens_that_were_never_computed_are_not_counted(world: World) -> None:
     assert (line["reason"], line["prompt_tokens"], line["output_tokens"]) == ("abort", "0", "0")
 
 
-def test_a_running_request_is_its_owners_to_end(world: World) -> None:
+def test_finish_commands_the_engine_of_a_running_request(world: World) -> None:
     world.enqueue(world.request("a"))
     engine = world.engine()
     world.take(engine)
@@ -99,7 +99,7 @@ def test_an_unknown_id_leaves_a_tombstone(world: World) -> None:
     world.check_integrity()
 
 
-def test_a_choice_of_several_that_wait_needs_no_end(world: World) -> None:
+def test_finish_of_one_choice_of_a_queued_request_changes_nothing(world: World) -> None:
     world.enqueue(world.request("several", n=2), world.request("one", n=1))
     assert world.finish("several", choice=1).state == "queued"
     assert world.finish("one", choice=0).state == "queued"
@@ -123,7 +123,7 @@ def test_a_lost_answer_is_made_up_for(world: World, taken: bool) -> None:
     world.check_integrity()
 
 
-def test_of_take_and_finish_one_wins(world: World) -> None:
+def test_a_racing_take_and_finish_have_one_winner(world: World) -> None:
     """A request that both want is either ended and never taken, or taken and its taker is told."""
     names = [f"q{number}" for number in range(150)]
     world.enqueue(*(world.request(name) for name in names))

@@ -44,7 +44,7 @@ def test_every_api_server_gets_its_bytes_and_the_journal_has_them_all(world: Wor
     assert world.raw.pttl(keys.journal(world.model, engine.slot, engine.incarnation)) > 0
 
 
-def test_sent_twice_it_is_done_once(world: World) -> None:
+def test_a_flush_sent_twice_is_done_once(world: World) -> None:
     world.enqueue(world.request("a"), world.request("b"))
     engine = world.engine()
     world.take(engine, 2)
@@ -74,7 +74,7 @@ def test_a_lost_answer_publishes_nothing_twice(world: World) -> None:
     world.check_integrity()
 
 
-def test_an_ended_request_is_its_record(world: World) -> None:
+def test_a_flush_writes_the_end_into_the_record(world: World) -> None:
     world.enqueue(world.request("a", tokens=7, tenant="t"))
     engine = world.engine()
     world.take(engine)
@@ -183,7 +183,7 @@ def test_without_memory_engines_stay_alive_and_requests_can_end(world: World) ->
     world.check_integrity()
 
 
-def test_without_memory_what_was_admitted_gets_on_and_ends(world: World) -> None:
+def test_without_memory_admitted_requests_continue_and_end(world: World) -> None:
     for name in ("a", "b"):
         world.enqueue(world.request(name))
     engine = world.engine()

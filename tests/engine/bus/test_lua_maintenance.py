@@ -49,7 +49,7 @@ def test_absent_at_two_looks_far_enough_apart(world: World) -> None:
     assert world.bus.run(leases.api_absent(name, ttl=0.05)) is True, "and it stays so"
 
 
-def test_who_was_back_between_two_looks_begins_anew(world: World) -> None:
+def test_an_api_server_that_came_back_between_two_looks_is_alive(world: World) -> None:
     name = world.bus.run(leases.announce_api())
     world.raw.delete(keys.api(name))
     assert look_until_dead(world, name) > 1
@@ -70,7 +70,7 @@ def test_a_first_look_of_long_ago_does_not_count(world: World) -> None:
     assert 0 < world.raw.pttl(keys.absent_engine(world.model, engine.slot)) <= 15_000
 
 
-def test_a_restart_of_redis_between_the_looks_makes_them_nothing() -> None:
+def test_looks_do_not_count_across_a_restart_of_redis() -> None:
     server = RedisServer(None, "--appendonly", "yes", "--appendfsync", "always")
     try:
         with World(server.url) as world:
@@ -84,7 +84,7 @@ def test_a_restart_of_redis_between_the_looks_makes_them_nothing() -> None:
         server.stop()
 
 
-def test_requests_are_found_by_who_listens_for_them(world: World) -> None:
+def test_requests_are_found_by_their_api_server(world: World) -> None:
     for number in range(6):
         world.enqueue(*(world.request(client=f"api-{number % 3}") for _ in range(200)))
     assert world.bus.run(maintenance.clients(world.model)) == {"api-0": 400, "api-1": 400, "api-2": 400}
@@ -151,14 +151,14 @@ def test_lines_become_sums_by_day_and_tenant(world: World) -> None:
     assert totals(world) == expected(5)
 
 
-def test_every_batch_until_nothing_is_left_or_enough_was_done(world: World) -> None:
+def test_batches_follow_until_the_index_is_clean_or_the_limit_is_reached(world: World) -> None:
     add_lines(world, 2 * ROLL_BATCH + 7)
     assert world.bus.run(usage.roll_usage(world.model, most=ROLL_BATCH)) == ROLL_BATCH
     assert world.bus.run(usage.roll_usage(world.model)) == ROLL_BATCH + 7
     assert totals(world) == expected(2 * ROLL_BATCH + 7)
 
 
-def test_many_at_once_count_each_line_once(world: World) -> None:
+def test_concurrent_runs_count_each_line_once(world: World) -> None:
     add_lines(world, 5000)
     threads = [threading.Thread(target=lambda: world.bus.run(usage.roll_usage(world.model))) for _ in range(4)]
     for thread in threads:

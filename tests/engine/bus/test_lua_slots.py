@@ -34,7 +34,7 @@ def test_the_lowest_free_slot_under_a_new_incarnation(world: World) -> None:
     assert world.model in world.bus.run(leases.models())
 
 
-def test_a_wanted_slot_is_had_where_nobody_holds_it(world: World) -> None:
+def test_an_engine_gets_the_slot_that_it_wants_if_it_is_free(world: World) -> None:
     def claim(wanted: int) -> str:
         return world.bus.run(leases.claim_slot(world.model, engine_info(), 60, wanted)).slot
 

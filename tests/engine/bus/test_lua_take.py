@@ -25,7 +25,7 @@ def world(each_redis_url: str) -> Iterator[World]:
         yield world
 
 
-def test_it_takes_in_order_and_no_more_than_asked(world: World) -> None:
+def test_take_gives_requests_in_order_and_no_more_than_asked(world: World) -> None:
     world.enqueue(world.request("a"), world.request("b", priority=-1), world.request("c"))
     engine = world.engine()
     assert world.take(engine, 2) == ["b", "a"]
@@ -36,7 +36,7 @@ def test_it_takes_in_order_and_no_more_than_asked(world: World) -> None:
     world.check_integrity()
 
 
-def test_of_nothing_it_takes_nothing(world: World) -> None:
+def test_take_of_an_empty_queue_gives_nothing(world: World) -> None:
     engine = world.engine()
     assert world.take(engine, 5) == []
 
@@ -54,7 +54,7 @@ def test_a_lost_answer_loses_no_request(world: World) -> None:
     world.check_integrity()
 
 
-def test_run_again_long_after_the_answer_was_lost_it_gives_the_same(world: World) -> None:
+def test_take_run_again_after_a_lost_answer_gives_the_same_requests(world: World) -> None:
     world.enqueue(*(world.request() for _ in range(4)))
     engine = world.engine()
     call = world.take_call(engine, 2)
@@ -98,7 +98,7 @@ def enqueue(world: World, count: int) -> None:
     world.enqueue(*(world.request() for _ in range(count)))
 
 
-def test_each_takes_its_share_and_no_more(world: World) -> None:
+def test_each_engine_takes_its_share_and_no_more(world: World) -> None:
     first, second, third = sharers(world, 3)
     enqueue(world, 16)
     assert world.take(first, 100) == [f"r{number}" for number in range(1, 7)]  # 16 / 3, rounded up
@@ -109,7 +109,7 @@ def test_each_takes_its_share_and_no_more(world: World) -> None:
     world.check_integrity()
 
 
-def test_one_at_a_time_goes_to_who_has_less(world: World) -> None:
+def test_single_requests_go_to_the_engine_with_fewer(world: World) -> None:
     first, second = sharers(world, 2)
     enqueue(world, 1)
     assert world.take(second, 100) == ["r1"], "whoever comes first"
@@ -122,7 +122,7 @@ def test_one_at_a_time_goes_to_who_has_less(world: World) -> None:
     assert world.take(first, 100) == ["r4"]
 
 
-def test_who_has_more_waits_until_the_others_have_as_much(world: World) -> None:
+def test_an_engine_with_more_gets_none_until_the_others_have_as_many(world: World) -> None:
     (first,) = sharers(world, 1)
     enqueue(world, 6)
     assert len(world.take(first, 100)) == 6, "alone it may have all"
@@ -145,7 +145,7 @@ def test_the_share_of_a_dead_engine_is_the_others_at_once(world: World) -> None:
     assert heir.slot == second.slot
 
 
-def test_the_share_of_who_asks_no_more_lapses(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_share_of_an_engine_that_stopped_asking_lapses(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It sleeps, hangs, or has been full for so long."""
     first, second = sharers(world, 2)
     enqueue(world, 10)
@@ -157,7 +157,7 @@ def test_the_share_of_who_asks_no_more_lapses(world: World, monkeypatch: pytest.
     assert world.take(second, 100) == []
 
 
-def test_who_can_run_no_more_leaves_the_rest_to_others(world: World) -> None:
+def test_a_full_engine_leaves_the_rest_to_others(world: World) -> None:
     small, large = sharers(world, 2)
     world.take(small, 4)
     enqueue(world, 20)
@@ -168,7 +168,7 @@ def test_who_can_run_no_more_leaves_the_rest_to_others(world: World) -> None:
     assert world.take(large, 1) == ["r21"]
 
 
-def test_who_says_that_it_has_no_room_holds_nothing_back(world: World) -> None:
+def test_an_engine_without_places_holds_no_request_back(world: World) -> None:
     """It has seats, but its KV cache is full."""
     full, other = sharers(world, 2)
     assert world.take(full, 0) == []
@@ -176,7 +176,7 @@ def test_who_says_that_it_has_no_room_holds_nothing_back(world: World) -> None:
     assert len(world.take(other, 100)) == 10
 
 
-def test_what_ends_makes_no_places_in_the_eyes_of_others(world: World) -> None:
+def test_ended_requests_free_no_places_until_their_engine_tells(world: World) -> None:
     full, other = sharers(world, 2)
     enqueue(world, 6)
     assert len(world.take(full, 3)) == len(world.take(other, 100)) == 3
@@ -185,7 +185,7 @@ def test_what_ends_makes_no_places_in_the_eyes_of_others(world: World) -> None:
     assert len(world.take(other, 100)) == 4, "the line in the full engine may need all that was freed"
 
 
-def test_a_line_is_kept_of_the_surplus_alone(world: World) -> None:
+def test_a_full_engine_takes_only_requests_beyond_all_places(world: World) -> None:
     full, other = sharers(world, 2)
     world.take(other, 3)
     enqueue(world, 5)
@@ -196,9 +196,7 @@ def test_a_line_is_kept_of_the_surplus_alone(world: World) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_nothing_waits_while_somebody_has_room_and_who_takes_rises_no_higher_than_others(
-    world: World, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_load_is_shared_as_the_scripts_invariants_say(world: World, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines with changing numbers of places ask in any order, for more or less than that, until no engine gets a request."""
     monkeypatch.setattr(transitions, "SHARE_TTL", 60.0)
     chance = random.Random(seed)
@@ -242,7 +240,7 @@ def test_a_zombie_takes_nothing(world: World) -> None:
     world.check_integrity()
 
 
-def test_after_a_wipe_nobody_holds_anything(world: World) -> None:
+def test_after_a_wipe_no_engine_holds_a_request(world: World) -> None:
     engine = world.engine()
     world.raw.flushall()
     with pytest.raises(Fenced):

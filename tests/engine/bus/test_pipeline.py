@@ -34,7 +34,7 @@ def finish(request_id: str) -> Call[FinishOutcome]:
     return transitions.finish(MODEL, request_id, Abort(request_id))
 
 
-async def test_all_share_one_connection(redis_url: str) -> None:
+async def test_concurrent_scripts_share_one_connection(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as raw:
         async with AsyncBus(redis_url) as bus:
             await bus.run(finish("first"))
@@ -45,7 +45,7 @@ async def test_all_share_one_connection(redis_url: str) -> None:
             assert raw.exists(*(keys.tombstone(MODEL, str(number)) for number in range(300))) == 300
 
 
-async def test_the_answer_of_one_that_was_cancelled_is_nobody_elses(redis_url: str) -> None:
+async def test_the_answer_of_a_cancelled_call_reaches_no_other_call(redis_url: str) -> None:
     async with AsyncBus(redis_url) as bus:
         with redis.Redis.from_url(redis_url) as raw:
             raw.hset(keys.record(MODEL, "ended"), mapping={"state": "ended", "id": "ended"})
@@ -90,7 +90,7 @@ async def test_a_restart_is_waited_out(own_server: RedisServer) -> None:
         assert {outcome.state for outcome in await waiting} == {"unknown"}
 
 
-async def test_a_redis_that_wants_a_password(own_server: RedisServer) -> None:
+async def test_scripts_run_on_a_redis_with_a_password(own_server: RedisServer) -> None:
     with redis.Redis.from_url(own_server.url) as raw:
         raw.config_set("requirepass", "secret")
     async with AsyncBus(own_server.url, patience=60.0) as bus:

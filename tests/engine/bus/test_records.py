@@ -50,7 +50,7 @@ def test_a_tenant_finds_its_own_behind_any_number_of_others(world: World, monkey
     assert len(world.bus.run(records.live_requests(world.model))) == 12
 
 
-def test_found_by_the_clients_id_and_by_the_internal_one(world: World) -> None:
+def test_a_record_is_found_by_the_clients_id_and_by_the_internal_one(world: World) -> None:
     world.enqueue(world.request("chat-1-aaaa"), external_id="chat-1")
     world.enqueue(world.request("chat-1-bbbb"), external_id="chat-1")
     assert [view.id for view in world.bus.run(records.find(world.model, "chat-1"))] == ["chat-1-bbbb", "chat-1-aaaa"]
@@ -58,7 +58,7 @@ def test_found_by_the_clients_id_and_by_the_internal_one(world: World) -> None:
     assert world.bus.run(records.find(world.model, "chat-2")) == []
 
 
-def test_looked_up_under_every_spelling_in_all_models_each_once(world: World) -> None:
+def test_look_up_finds_a_request_once_by_any_of_its_ids(world: World) -> None:
     world.enqueue(world.request("a-1111"), external_id="a")
     world.enqueue(world.request("cmpl-a-2222"), external_id="cmpl-a")
     models = ["no such model", world.model]
@@ -74,7 +74,7 @@ def test_looked_up_under_every_spelling_in_all_models_each_once(world: World) ->
         assert [each.record.enqueued for each in found] == sorted((each.record.enqueued for each in found), reverse=True)
 
 
-def test_a_record_tells_no_prompt_and_nothing_before_its_time(world: World) -> None:
+def test_a_new_record_has_neither_prompt_nor_later_times(world: World) -> None:
     world.enqueue(world.request("a", tokens=1000))
     view = world.record("a")
     assert (view.received, view.first_token, view.finished, view.output_tokens) == (0.0, 0.0, 0.0, 0)
@@ -113,7 +113,7 @@ def test_commands_to_another_incarnation_or_of_another_version_are_left_aside(wo
     assert world.raw.pttl(stream) > 0
 
 
-def test_what_waits_in_an_engine_is_told_from_what_runs(world: World) -> None:
+def test_records_tell_requests_that_wait_in_an_engine_from_running_ones(world: World) -> None:
     """By the engine's last word, which may be older than what the record says, or than the request."""
     engine = world.engine()
     for name in ("in redis", "just taken", "preempted", "begun since", "waits", "runs"):
@@ -150,7 +150,7 @@ def test_the_depth_of_the_queue(world: World) -> None:
     assert world.bus.run(queue_depth(world.model)) == QueueDepth(2, 2, 18, live=3, live_choices=4)
 
 
-def test_a_refusal_says_its_numbers() -> None:
+def test_a_refusal_names_the_measured_value_and_the_limit() -> None:
     said = [str(Refused(reason, 9, 8, "r")) for reason in ("max_num_queued_reqs", "max_num_queued_tokens", "memory")]
     assert all("9" in text and "8" in text for text in said)
     assert all("r" in str(Refused(reason, request_id="r")) for reason in ("aborted", "duplicate", "no_engine"))

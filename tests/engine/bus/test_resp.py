@@ -18,7 +18,7 @@ def test_commands() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_answers_however_they_are_cut(size: int) -> None:
+def test_answers_are_read_however_they_are_cut(size: int) -> None:
     answers = Answers()
     got = [answer for at in range(0, len(STREAM), size) for answer in answers.feed(STREAM[at : at + size])]
     assert got == ANSWERS
@@ -35,13 +35,13 @@ def test_answers_however_they_are_cut(size: int) -> None:
         (b"-ERR what", ResponseError, "ERR what"),
     ],
 )
-def test_errors_are_redis_pys(line: bytes, kind: type[Exception], message: str) -> None:
+def test_errors_have_the_classes_of_redis_py(line: bytes, kind: type[Exception], message: str) -> None:
     whole, inner = Answers().feed(line + b"\r\n*1\r\n" + line + b"\r\n")
     for error in (whole, inner[0]):
         assert type(error) is kind and str(error) == message
 
 
 @pytest.mark.parametrize("data", [b"HTTP/1.1 400\r\n", b"?1\r\n"])
-def test_what_is_no_answer(data: bytes) -> None:
+def test_bytes_that_are_no_answer_are_refused(data: bytes) -> None:
     with pytest.raises(InvalidResponse):
         Answers().feed(data)

@@ -56,16 +56,16 @@ def test_a_cpu_step_stays_under_half_a_second(seconds_per_token: float, seconds_
     assert calibrated_budget(512, cost, longest) == budget
 
 
-def test_the_models_own_length_when_it_fits() -> None:
+def test_the_context_is_the_models_own_length_if_it_fits() -> None:
     assert fit_kv_cache(ModelConfig(), CacheConfig(), capacity(200_000)) == (2048, 200)
 
 
-def test_as_long_as_fits() -> None:
+def test_max_model_len_minus_one_takes_the_length_that_fits() -> None:
     assert fit_kv_cache(ModelConfig(max_model_len=-1), CacheConfig(), capacity(11_000)) == (160, 11)
     assert fit_kv_cache(ModelConfig(max_model_len=-1), CacheConfig(), capacity(900_000)) == (2048, 900)
 
 
-def test_exactly_enough_and_one_block_short() -> None:
+def test_one_block_less_than_the_context_needs_is_refused() -> None:
     assert fit_kv_cache(ModelConfig(max_model_len=160), CacheConfig(), capacity(11_000)) == (160, 11)
     with pytest.raises(DoesNotFit) as refusal:
         fit_kv_cache(ModelConfig(max_model_len=161), CacheConfig(), capacity(11_000))
@@ -81,15 +81,15 @@ def test_a_refusal_names_needed_available_and_feasible() -> None:
     )
 
 
-def test_not_even_one_block() -> None:
+def test_less_than_one_block_is_refused() -> None:
     with pytest.raises(DoesNotFit):
         fit_kv_cache(ModelConfig(max_model_len=-1), CacheConfig(), capacity(1_500))
 
 
-def test_longer_than_the_model_was_made_for() -> None:
+def test_a_context_longer_than_the_models_is_refused() -> None:
     with pytest.raises(DoesNotFit, match="made for: 2048 tokens"):
         fit_kv_cache(ModelConfig(max_model_len=4096), CacheConfig(), capacity(10_000_000))
 
 
-def test_a_number_of_blocks_instead_of_bytes() -> None:
+def test_a_configured_number_of_blocks_replaces_the_memory() -> None:
     assert fit_kv_cache(ModelConfig(max_model_len=-1), CacheConfig(num_gpu_blocks_override=5), capacity(0)) == (64, 5)

@@ -20,7 +20,7 @@ def core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
     core.shutdown()
 
 
-def test_no_step_has_started_while_nothing_is_to_do(core: EngineCore) -> None:
+def test_an_idle_engine_has_no_step_started(core: EngineCore) -> None:
     """The heartbeat takes a step that started long ago for a loop that hangs."""
     assert core.step() is None
     assert core.step_started is None

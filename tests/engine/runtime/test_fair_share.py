@@ -39,7 +39,7 @@ async def run(client: AsyncClient, count: int, max_tokens: int = 100, prompt: in
     return Counter(record.engine for record in records if record is not None)
 
 
-async def test_two_engines_have_as_much_each(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
+async def test_two_engines_get_equal_numbers(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
     engines = [start_engine(), start_engine()]
     shares = await run(client, 16)
     assert sorted(shares) == ["0", "1"] and 7 <= shares["0"] <= 9, shares
@@ -53,7 +53,7 @@ async def test_one_request_at_a_time(start_engine: Callable[..., RunningEngine],
         assert (await run(client, 1, max_tokens=2)).total() == 1
 
 
-async def test_engines_of_different_size_take_everything(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
+async def test_engines_of_different_size_take_all_requests(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
     start_engine(max_num_seqs=2)
     start_engine(max_num_seqs=32)
     async with asyncio.timeout(20):
@@ -61,7 +61,7 @@ async def test_engines_of_different_size_take_everything(start_engine: Callable[
     assert shares["0"] + shares["1"] == 24 and shares["1"] >= 16, shares
 
 
-async def test_an_engine_short_of_kv_cache_holds_nothing_back(
+async def test_an_engine_short_of_kv_cache_holds_no_request_back(
     start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four prompts fill its cache. It has seats for all, but what waits goes to who has blocks too."""
@@ -73,7 +73,7 @@ async def test_an_engine_short_of_kv_cache_holds_nothing_back(
     assert shares["0"] + shares["1"] == 24 and shares["1"] >= 15, shares
 
 
-async def test_who_sleeps_holds_nothing_back(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
+async def test_a_sleeping_engine_holds_no_request_back(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
     start_engine(), start_engine()
     await run(client, 2, max_tokens=2)
     await client.directory.refresh()

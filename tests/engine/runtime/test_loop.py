@@ -202,7 +202,7 @@ async def test_a_row_that_fails_ends_alone_though_the_next_step_is_planned(
     assert engine.error is None
 
 
-async def test_the_list_tells_how_far_a_running_request_is(
+async def test_live_records_count_the_tokens_of_running_requests(
     start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
@@ -249,7 +249,7 @@ async def test_lost_messages_are_healed(engine: RunningEngine, client: AsyncClie
     await settled(engine)
 
 
-async def test_a_message_that_cannot_be_read_is_as_good_as_lost(
+async def test_an_unreadable_message_is_repaired_like_a_lost_one(
     engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = client._take_in
@@ -348,7 +348,7 @@ DAMAGES = [
 ]
 
 
-async def test_a_request_that_cannot_be_one_ends_alone(
+async def test_an_unreadable_request_ends_alone(
     engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a faulty API server writes: its request ends with an error that says why, the engine goes on."""
@@ -368,7 +368,7 @@ async def test_a_request_that_cannot_be_one_ends_alone(
     await settled(engine)
 
 
-async def test_a_command_that_cannot_be_one_is_left_aside(engine: RunningEngine, client: AsyncClient) -> None:
+async def test_an_unreadable_command_is_ignored(engine: RunningEngine, client: AsyncClient) -> None:
     request = make_request(client, max_tokens=450)
     (stream,) = await add(client, request)
     await stream.has_tokens()
@@ -397,7 +397,7 @@ async def test_a_command_that_cannot_be_one_is_left_aside(engine: RunningEngine,
     await settled(engine)
 
 
-async def test_a_request_taken_twice_is_one(engine: RunningEngine, client: AsyncClient) -> None:
+async def test_a_request_taken_twice_runs_once(engine: RunningEngine, client: AsyncClient) -> None:
     request = make_request(client, max_tokens=450)
     (stream,) = await add(client, request)
     await stream.has_tokens()
@@ -407,7 +407,7 @@ async def test_a_request_taken_twice_is_one(engine: RunningEngine, client: Async
     await settled(engine)
 
 
-async def test_a_gap_in_what_ends_in_the_same_message_is_no_harm(engine: RunningEngine, client: AsyncClient) -> None:
+async def test_a_gap_in_a_stream_that_the_same_message_ends_is_ignored(engine: RunningEngine, client: AsyncClient) -> None:
     """Prompt logprobs are missing, and before they can be asked for the engine ends the request with an error."""
     request = make_request(client, prompt=40, prompt_logprobs=0)
     (stream,) = await add(client, request, model="nobody", limits=AdmissionLimits(require_engine=False))
@@ -439,7 +439,7 @@ async def test_cancelling_add_at_any_await_leaves_nothing(engine: RunningEngine,
     assert client.num_streams == 0
 
 
-async def test_priority_orders_what_waits(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
+async def test_waiting_requests_run_by_priority(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
     waiting = AdmissionLimits(require_engine=False)
     order: list[int] = []
 
@@ -475,7 +475,7 @@ async def test_a_hung_engine_is_fenced_and_its_requests_end(engine: RunningEngin
     assert record is not None and (record.state, record.reason) == ("ended", "error")
 
 
-async def test_an_abort_is_told_of_the_end_that_a_dead_engine_could_not_confirm(
+async def test_an_abort_finds_the_end_in_the_record_when_its_engine_died(
     start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
@@ -492,7 +492,7 @@ async def test_an_abort_is_told_of_the_end_that_a_dead_engine_could_not_confirm(
     engine.join()
 
 
-async def test_an_abort_that_nobody_confirms_says_so(
+async def test_an_abort_without_confirmation_is_unconfirmed(
     start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
@@ -506,7 +506,7 @@ async def test_an_abort_that_nobody_confirms_says_so(
     await settled(engine)
 
 
-async def test_shutdown_ends_what_runs(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
+async def test_shutdown_ends_running_requests(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
     engine = start_engine()
     (stream,) = await add(client, make_request(client, max_tokens=450))
     await stream.has_tokens()
@@ -558,7 +558,7 @@ def test_stop_takes_no_lock_of_the_loop(engine: RunningEngine) -> None:
     engine.join()
 
 
-async def test_what_was_taken_but_not_looked_at_ends_with_its_engine(
+async def test_requests_in_the_inbox_end_with_their_engine(
     engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = threading.Event()

@@ -12,7 +12,7 @@ from engine.runtime.process import tokenizer_bundle
 from gpu.config import ModelConfig
 
 
-def test_the_tokenizer_crosses_whatever_else_its_configuration_says(smollm2_hf: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_reaches_redis_whatever_its_configuration_holds(smollm2_hf: Path, tmp_path: Path) -> None:
     """transformers writes "no limit" as 1e30, an integer that MessagePack cannot carry."""
     shutil.copytree(smollm2_hf, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     file = tmp_path / "model" / "tokenizer_config.json"

@@ -83,7 +83,7 @@ def compare(runs: dict[str, list[Completion]], alone: dict[str, list[Completion]
         assert_same(runs[name], alone[name], name == "greedy")
 
 
-def test_in_a_batch_of_sixteen_and_again_with_a_warm_prefix_cache(calm: LLM, alone: dict[str, list[Completion]]) -> None:
+def test_tokens_are_the_same_in_a_batch_of_16_and_with_a_warm_prefix_cache(calm: LLM, alone: dict[str, list[Completion]]) -> None:
     assert calm.core.scheduler.reset_prefix_cache()
     compare(run_all(calm), alone)
     before = calm.core.stats().prefix_cache_hits
@@ -91,32 +91,32 @@ def test_in_a_batch_of_sixteen_and_again_with_a_warm_prefix_cache(calm: LLM, alo
     assert calm.core.stats().prefix_cache_hits > before
 
 
-def test_chunked_at_32(smollm2_gguf: Path, alone: dict[str, list[Completion]]) -> None:
+def test_tokens_are_the_same_in_chunks_of_32(smollm2_gguf: Path, alone: dict[str, list[Completion]]) -> None:
     with LLM(str(smollm2_gguf), **COMMON, max_num_batched_tokens=32) as llm:
         compare(run_all(llm), alone)
         assert llm.core.stats().scheduled_tokens / llm.core.stats().steps <= 32
 
 
-def test_with_preemption_forced(smollm2_gguf: Path, alone: dict[str, list[Completion]]) -> None:
+def test_tokens_are_the_same_after_preemption(smollm2_gguf: Path, alone: dict[str, list[Completion]]) -> None:
     tight = {**COMMON, "num_gpu_blocks_override": 13, "max_model_len": 128}
     with LLM(str(smollm2_gguf), **tight) as llm:
         compare(run_all(llm), alone)
         assert llm.core.stats().preemptions > 0
 
 
-def test_multi_process(smollm2_gguf: Path, alone: dict[str, list[Completion]]) -> None:
+def test_tokens_are_the_same_from_a_worker_process(smollm2_gguf: Path, alone: dict[str, list[Completion]]) -> None:
     with LLM(str(smollm2_gguf), **COMMON, distributed_executor_backend="mp") as llm:
         compare(run_all(llm), alone)
 
 
-def test_tensor_parallel_three(smollm2_gguf: Path) -> None:
+def test_tokens_are_the_same_on_three_ranks(smollm2_gguf: Path) -> None:
     with LLM(str(smollm2_gguf), **FLOAT32) as llm:
         calm_run = run_all(llm)
     with LLM(str(smollm2_gguf), **FLOAT32, tensor_parallel_size=3) as llm:
         compare(run_all(llm), calm_run)
 
 
-def test_tensor_parallel_two_on_a_small_llama(tiny_llama: Path) -> None:
+def test_tokens_of_a_small_llama_are_the_same_on_two_ranks(tiny_llama: Path) -> None:
     one, two = ([], [])
     for size, into in ((1, one), (2, two)):
         with LLM(str(tiny_llama), **FLOAT32, tensor_parallel_size=size) as llm:

@@ -24,7 +24,7 @@ def test_unknown_requests_are_left_aside() -> None:
     assert not engine.scheduler.has_work, "it has ended"
 
 
-def test_while_waiting() -> None:
+def test_a_waiting_request_ends_at_once() -> None:
     engine = Engine(max_num_seqs=1)
     request = make_request("b")
     engine.add(make_request("a"), request, make_request("c", max_tokens=1))
@@ -36,7 +36,7 @@ def test_while_waiting() -> None:
     assert [end.request_id for outputs in engine.drain() for end in outputs.finished] == ["a", "c"]
 
 
-def test_while_running_between_steps_blocks_are_free_at_once() -> None:
+def test_a_request_ended_between_steps_frees_its_blocks_at_once() -> None:
     engine = Engine()
     request = make_request("a", 10, max_tokens=50)
     engine.add(request)
@@ -49,7 +49,7 @@ def test_while_running_between_steps_blocks_are_free_at_once() -> None:
     assert plan.freed_rows == [row] and outputs.finished == [request]
 
 
-def test_while_a_step_is_out_blocks_are_free_when_it_returns_and_its_output_is_dropped() -> None:
+def test_a_request_ended_in_a_step_frees_its_blocks_when_the_step_returns() -> None:
     engine = Engine()
     request = make_request("a", 10, max_tokens=50, logprobs=0, prompt_logprobs=0)
     engine.add(request, make_request("b", 10))
@@ -64,7 +64,7 @@ def test_while_a_step_is_out_blocks_are_free_when_it_returns_and_its_output_is_d
     engine.drain()
 
 
-def test_while_preempted() -> None:
+def test_a_preempted_request_ends_at_once() -> None:
     engine = Engine(num_blocks=7)
     engine.add(*(make_request(name, 8, max_tokens=9) for name in "abc"))
     engine.step()
@@ -76,7 +76,7 @@ def test_while_preempted() -> None:
     engine.drain()
 
 
-def test_preempted_with_a_step_out() -> None:
+def test_a_request_preempted_while_a_step_is_out_ends_when_the_step_returns() -> None:
     """Its last token is on its way: it still comes, once; an abort before that drops it."""
     for abort in (False, True):
         engine = Engine(num_blocks=7, caching=False)
@@ -97,7 +97,7 @@ def test_preempted_with_a_step_out() -> None:
         assert engine.scheduler.stats().finished == ({"abort": 1, "length": 2} if abort else {"length": 3})
 
 
-def test_all_choices_or_one() -> None:
+def test_finish_ends_one_choice_or_all() -> None:
     engine = Engine()
     choices = [make_request("a", 8, choice=choice, max_tokens=9) for choice in range(3)]
     engine.add(*choices)
@@ -126,7 +126,7 @@ def test_an_end_that_a_step_in_flight_defers_comes_when_that_step_returned() -> 
 
 
 @pytest.mark.parametrize("keep", [-1, 0, 3, 6, 99])
-def test_keep_cuts_what_was_made(keep: int) -> None:
+def test_keep_cuts_the_output(keep: int) -> None:
     engine = Engine()
     request = make_request("a", 10, max_tokens=50)
     engine.add(request)
@@ -180,7 +180,7 @@ class TestFailedRows:
         engine.drain()
         assert good.finish_reason is FinishReason.LENGTH
 
-    def test_what_it_computed_answers_no_prefix(self) -> None:
+    def test_the_blocks_of_a_failed_row_leave_the_prefix_cache(self) -> None:
         engine = Engine()
         bad = make_request("bad", range(32))
         engine.add(bad)
@@ -193,7 +193,7 @@ class TestFailedRows:
         assert engine.step()[0].new_requests[0].num_computed_tokens == 0
 
     @pytest.mark.parametrize("ahead", [False, True])
-    def test_who_shares_its_blocks_in_that_step_computes_anew(self, ahead: bool) -> None:
+    def test_a_request_that_shares_blocks_of_a_failed_row_computes_anew(self, ahead: bool) -> None:
         """A duplicate reads what the failed row wrote: its token is wrong, and so is what it wrote itself."""
         engine = Engine()
         bad, twin, other = make_request("bad", range(20)), make_request("twin", range(20)), make_request("other", 20)
@@ -213,7 +213,7 @@ class TestFailedRows:
         answer = expected_answer(list(range(20)), twin.sampling, twin.seed, "", 128)[0]
         assert twin.output_token_ids.tolist() == answer and other.num_preemptions == 0
 
-    def test_a_row_that_ended_meanwhile_may_fail(self) -> None:
+    def test_a_row_whose_request_ended_meanwhile_may_fail(self) -> None:
         engine = Engine()
         bad = make_request("bad", 10)
         engine.add(bad)
@@ -223,7 +223,7 @@ class TestFailedRows:
         assert engine.take_in(out).finished == [bad] and bad.finish_reason is ABORT and bad.block_ids == []
 
 
-def test_columns_say_whose_tokens_they_are() -> None:
+def test_output_columns_name_client_handle_and_choice_of_each_token() -> None:
     engine = Engine()
     engine.add(
         make_request("a", 4, client=1, handle=1 << 40, logprobs=0),

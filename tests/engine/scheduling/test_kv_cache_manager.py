@@ -62,7 +62,7 @@ def test_without_caching_nothing_is_kept_or_counted() -> None:
 
 
 class TestPromptLogprobs:
-    def test_they_are_computed_not_read_but_written(self) -> None:
+    def test_a_prompt_with_logprobs_is_computed_whole_and_then_cached(self) -> None:
         engine = Engine(budget=10)
         engine.add(make_request("a", range(16), max_tokens=1))
         engine.drain()
@@ -77,7 +77,7 @@ class TestPromptLogprobs:
         stats = engine.scheduler.stats()
         assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (16 + 24, 20), "who does not read does not count"
 
-    def test_each_position_is_told_once_whatever_happens(self) -> None:
+    def test_each_position_is_reported_once_whatever_happens(self) -> None:
         """Preempted in the middle of its prompt, a request computes it again, in other chunks."""
         engine = Engine(budget=13, num_blocks=11)
         asking = make_request("b", range(100, 124), prompt_logprobs=0, max_tokens=4)
@@ -92,7 +92,7 @@ class TestPromptLogprobs:
         ]
         assert positions == [(position, 100 + position) for position in range(1, 24)]
 
-    def test_only_the_first_choice_tells_them(self) -> None:
+    def test_only_the_first_choice_reports_prompt_logprobs(self) -> None:
         engine = Engine()
         engine.add(*(make_request("a", range(8), choice=choice, prompt_logprobs=0, max_tokens=1) for choice in range(2)))
         told = [request.choice for outputs in engine.drain() for request, _ in outputs.prompt_logprobs]
@@ -100,7 +100,7 @@ class TestPromptLogprobs:
 
 
 class TestDuplicatesAtOnce:
-    def test_they_compute_their_prompt_once_before_it_is_in_the_cache(self) -> None:
+    def test_duplicates_compute_their_prompt_once_before_it_is_cached(self) -> None:
         engine = Engine()
         engine.add(make_request("a", range(21)), make_request("b", range(21)), make_request("c", [*range(10), 99]))
         out = engine.plan()
@@ -110,7 +110,7 @@ class TestDuplicatesAtOnce:
         assert engine.scheduler.kv.pool.num_cached == 5
         engine.drain()
 
-    def test_across_chunks_and_with_a_step_out(self) -> None:
+    def test_duplicates_share_across_chunks_and_with_a_step_out(self) -> None:
         engine = Engine(budget=16)
         engine.add(make_request("a", range(40), max_tokens=2))
         outs = [engine.plan()]
@@ -124,7 +124,7 @@ class TestDuplicatesAtOnce:
         engine.take_in(outs.pop(0))
         engine.drain()
 
-    def test_the_second_lives_on_when_the_first_is_aborted_in_that_step(self) -> None:
+    def test_the_second_duplicate_continues_when_the_first_is_aborted(self) -> None:
         engine = Engine()
         second = make_request("b", range(20), max_tokens=6)
         engine.add(make_request("a", range(20), max_tokens=6), second)
@@ -136,7 +136,7 @@ class TestDuplicatesAtOnce:
         engine.drain()
         assert second.finish_reason is FinishReason.LENGTH
 
-    def test_separately_computed_copies_are_both_kept_until_one_goes(self) -> None:
+    def test_two_computed_copies_are_cached_until_one_is_evicted(self) -> None:
         engine = Engine()
         engine.add(make_request("a", range(16)), make_request("b", range(16), prompt_logprobs=0))
         engine.step()
@@ -176,7 +176,7 @@ class TestFailedRows:
         for request in expected:
             assert request.finish_reason is FinishReason.LENGTH and request.output_token_ids.tolist() == answer_alone(request)
 
-    def test_what_the_row_still_writes_is_not_shared(self) -> None:
+    def test_blocks_that_a_failed_row_still_writes_are_not_shared(self) -> None:
         engine = Engine()
         failing = make_request("failing", range(41))
         first, second = self.start(engine, failing)
@@ -190,7 +190,7 @@ class TestFailedRows:
         assert distrusted and all(distrusted.isdisjoint(request.block_ids) for request in newcomers)
         self.finish_all(engine, [second, third], *newcomers)
 
-    def test_what_a_restarted_sharer_still_writes_is_not_shared(self) -> None:
+    def test_blocks_that_a_restarted_sharer_still_writes_are_not_shared(self) -> None:
         engine = Engine(scheduling_policy="priority")
         failing, sharer = make_request("failing", range(17)), make_request("sharer", range(41))
         first, second = self.start(engine, failing, sharer)
@@ -204,7 +204,7 @@ class TestFailedRows:
         assert distrusted and all(distrusted.isdisjoint(request.block_ids) for request in newcomers)
         self.finish_all(engine, [second, third], sharer, *newcomers)
 
-    def test_what_an_aborted_sharer_still_writes_is_not_shared(self) -> None:
+    def test_blocks_that_an_aborted_sharer_still_writes_are_not_shared(self) -> None:
         engine = Engine()
         failing, sharer = make_request("failing", range(17)), make_request("sharer", range(41))
         first, second = self.start(engine, failing, sharer)
@@ -217,7 +217,7 @@ class TestFailedRows:
         assert distrusted and all(distrusted.isdisjoint(request.block_ids) for request in newcomers)
         self.finish_all(engine, [second, third], *newcomers)
 
-    def test_who_shares_a_sharer_s_blocks_alone_is_restarted_too(self) -> None:
+    def test_a_request_that_shares_only_with_a_sharer_is_restarted_too(self) -> None:
         """Its own prefix stands in blocks that another request published after the sharer was admitted."""
         engine = Engine()
         before = make_request("before", 8, max_tokens=8)

@@ -43,7 +43,7 @@ def test_blocks_have_ggmls_values(type_name: str) -> None:
 
 
 @pytest.mark.parametrize("type_name", GOLDEN)
-def test_blocks_taken_apart_have_them_too(type_name: str) -> None:
+def test_blocks_taken_apart_have_ggmls_values_too(type_name: str) -> None:
     blocks, values = golden(type_name)
     taken_apart = split_blocks(blocks, GGMLQuantizationType[type_name])
     if taken_apart is None:
@@ -247,7 +247,7 @@ WRONG_METADATA = [
 
 
 @pytest.mark.parametrize(("metadata", "extra", "without", "message"), WRONG_METADATA)
-def test_what_cannot_be_run_is_refused(
+def test_unsupported_configurations_are_refused(
     metadata: dict[str, Any], extra: dict[str, Any], without: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     path = write_gguf(tmp_path / "model.gguf", metadata=metadata, extra=extra, without=without)

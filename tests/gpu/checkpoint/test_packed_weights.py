@@ -61,7 +61,7 @@ def assert_mapped(path):
     weights.close()
 
 
-def test_what_was_written_is_mapped(tmp_path):
+def test_the_written_weights_are_mapped(tmp_path):
     first = fill(tmp_path / NAME)
     for name, packed in matrices().items():
         assert_same(first[name], packed)
@@ -69,7 +69,7 @@ def test_what_was_written_is_mapped(tmp_path):
     assert torch.equal(first["bfloat16"].tensor(), matrices()["bfloat16"].tensor())
 
 
-def test_who_was_killed_while_packing_leaves_nothing_that_is_used(tmp_path):
+def test_a_draft_of_a_killed_process_is_not_used(tmp_path):
     def die_in_the_middle():
         SharedWeights(tmp_path / NAME).matrix("half", lambda: matrices()["half"])
         os._exit(9)
@@ -193,7 +193,7 @@ def test_weights_that_are_abandoned_leave_neither_lock_nor_file(tmp_path):
 
 
 @pytest.mark.parametrize("make", ["gave up", "has it mapped"])
-def test_who_abandons_leaves_another_processs_draft_alone(tmp_path, make):
+def test_a_process_that_abandons_its_weights_leaves_another_processs_draft_alone(tmp_path, make):
     path = tmp_path / NAME
     if make == "has it mapped":
         fill(path)
@@ -205,7 +205,7 @@ def test_who_abandons_leaves_another_processs_draft_alone(tmp_path, make):
     assert path.with_suffix(".new").read_text() == "another's"
 
 
-def test_a_model_that_cannot_be_built_keeps_nobody_waiting(tmp_path, smollm2_gguf, monkeypatch):
+def test_a_model_that_cannot_be_built_releases_the_lock(tmp_path, smollm2_gguf, monkeypatch):
     numerics = Numerics.choose("auto", "int8", CPU)
     with monkeypatch.context() as patch:
         patch.setattr("gpu.models.decoder.MLP", lambda *_: (_ for _ in ()).throw(MemoryError))

@@ -506,7 +506,7 @@ def test_end_tokens_that_the_model_lacks_are_left_out(folder: Path) -> None:
     assert load_tokenizer_files(folder).eos_token_ids == [4]
 
 
-def test_what_is_added_is_tokenizer_jsons_to_say(folder: Path) -> None:
+def test_tokenizer_json_decides_which_special_tokens_are_added(folder: Path) -> None:
     configure(folder, bos_token="<s>", eos_token="</s>", add_bos_token=True, tokenizer_class="PreTrainedTokenizerFast")
     assert Tokenizer.from_str(load_tokenizer_files(folder).tokenizer_json).encode("hello").ids == [0]
     assert transformers_tokenizer(folder).encode("hello", truncation=False, padding=False) == [0]
@@ -529,7 +529,7 @@ def test_where_the_chat_template_comes_from(folder: Path) -> None:
     assert load_tokenizer_files(folder).chat_template == "file"
 
 
-def test_what_is_wrong_with_a_directory_is_said(folder: Path) -> None:
+def test_a_broken_directory_is_refused_with_its_reason(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no model at"):
         load_tokenizer_files(folder / "nowhere")
     configure(folder, "generation_config.json")
@@ -593,7 +593,7 @@ DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "top_k": 50, "min_p": 0.0, "repeti
         ("max_new_tokens", "20"),
     ],
 )
-def test_a_sampling_default_that_cannot_be_is_ignored_with_a_warning(
+def test_an_impossible_sampling_default_is_ignored_with_a_warning(
     name: str, value: Any, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     configure(folder, "generation_config.json", **{**DEFAULTS, name: value}, do_sample=True, transformers_version="5.0")
@@ -636,7 +636,7 @@ def test_gguf_sampling_defaults_are_checked_too(make_gguf: Callable[..., Path], 
         (6, None, [4], ["generation_config.json: eos_token_id is 6"]),
     ],
 )
-def test_end_tokens_that_cannot_be_are_ignored_with_a_warning(
+def test_impossible_end_tokens_are_ignored_with_a_warning(
     generation: Any, model: Any, ends: list[int], warned: list[str], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     configure(folder, eos_token="</s>")

@@ -83,7 +83,7 @@ def test_a_shard_is_a_contiguous_copy(tmp_path: Path) -> None:
     assert np.array_equal(vector, hf_tensors("llama")["model.norm.weight"][5:9])
 
 
-def test_the_same_weights_from_gguf_and_from_what_transformers_made_of_it(smollm2_gguf: Path, smollm2_hf: Path) -> None:
+def test_a_gguf_file_and_its_conversion_by_transformers_have_the_same_weights(smollm2_gguf: Path, smollm2_hf: Path) -> None:
     """transformers' dequantization and row order, on the real model, bit for bit."""
     with open_checkpoint(str(smollm2_gguf)) as quantized, open_checkpoint(str(smollm2_hf)) as restored:
         assert quantized.names() == restored.names()
@@ -229,7 +229,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG)
-def test_what_is_wrong_with_a_directory_is_said(change: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
+def test_a_broken_directory_is_refused_with_its_reason(change: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
     folder = write_directory(tmp_path / "model")
     change(folder)
     with pytest.raises(CheckpointError, match=message) as error:
@@ -315,7 +315,7 @@ def test_no_value_of_the_configuration_does_more_than_refuse() -> None:
     assert refused > 600
 
 
-def test_a_tensor_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
     with open_checkpoint(str(write_directory(tmp_path / "model"))) as checkpoint:
         with pytest.raises(CheckpointError, match=r"has no tensor 'lm_head\.weight'"):
             checkpoint.tensor("lm_head.weight", torch.float32)

@@ -30,7 +30,7 @@ def make_cores():
         cores.close()
 
 
-def test_who_is_alone_has_all(make_cores):
+def test_an_engine_that_is_alone_has_all_cores(make_cores):
     mine, theirs = make_cores(), make_cores()
     for _ in range(3):
         for cores in (mine, theirs):
@@ -39,7 +39,7 @@ def test_who_is_alone_has_all(make_cores):
             cores.rest()
 
 
-def test_beside_a_busy_engine_there_is_one_core_between_its_steps_too(make_cores):
+def test_a_busy_engine_keeps_one_core_between_its_steps(make_cores):
     mine, theirs = make_cores(), make_cores()
     for _ in range(3):
         with theirs.claim(1) as decode, mine.claim(2) as prompt:
@@ -51,7 +51,7 @@ def test_beside_a_busy_engine_there_is_one_core_between_its_steps_too(make_cores
         assert prompt == 2
 
 
-def test_who_found_none_has_one_from_the_next_step_on(make_cores):
+def test_an_engine_that_found_no_core_has_one_from_the_next_step_on(make_cores):
     mine, theirs, third = make_cores(), make_cores(), make_cores()
     with mine.claim(2) as alone:
         assert alone == 2
@@ -69,19 +69,19 @@ def test_who_found_none_has_one_from_the_next_step_on(make_cores):
         assert threads == 2
 
 
-def test_a_step_that_finds_none_still_runs(make_cores):
+def test_a_step_that_finds_no_core_still_runs(make_cores):
     mine, theirs = make_cores(), make_cores()
     with mine.claim(2), theirs.claim(2) as threads:
         assert threads == 1
 
 
-def test_no_more_than_wanted_is_held(make_cores):
+def test_a_step_holds_no_more_cores_than_it_wants(make_cores):
     mine, theirs = make_cores(8), make_cores(8)
     with mine.claim(3) as three, theirs.claim(8) as five:
         assert (three, five) == (3, 5)
 
 
-def test_an_error_in_the_step_gives_them_back(make_cores):
+def test_a_failing_step_gives_its_cores_back(make_cores):
     mine, theirs = make_cores(), make_cores()
     with pytest.raises(RuntimeError), mine.claim(2):
         raise RuntimeError("the step failed")
@@ -89,7 +89,7 @@ def test_an_error_in_the_step_gives_them_back(make_cores):
         assert threads == 2
 
 
-def test_a_killed_engine_holds_none(make_cores):
+def test_a_killed_engine_holds_no_core(make_cores):
     def die_in_a_step():
         with Cores(2).claim(2) as threads:
             os._exit(threads)
@@ -122,7 +122,7 @@ def test_a_file_that_the_process_opens_and_closes_takes_no_claim_with_it(make_co
             assert threads == 1
 
 
-def test_where_locks_are_forbidden_every_step_has_what_it_wants(make_cores, monkeypatch, caplog):
+def test_without_locks_every_step_has_all_the_cores_that_it_wants(make_cores, monkeypatch, caplog):
     """As a security module may forbid them, which lets everybody ask who holds one."""
     fcntl_as_it_is = fcntl.fcntl
 
@@ -137,7 +137,7 @@ def test_where_locks_are_forbidden_every_step_has_what_it_wants(make_cores, monk
     assert "busy" in caplog.text
 
 
-def test_without_the_file_every_step_has_what_it_wants(tmp_path, make_cores, caplog):
+def test_without_the_lock_file_every_step_has_all_the_cores_that_it_wants(tmp_path, make_cores, caplog):
     with make_cores(file=tmp_path / "nothing").claim(2) as threads:
         assert threads == 2
     assert "busy" in caplog.text

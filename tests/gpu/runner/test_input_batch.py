@@ -22,7 +22,7 @@ def make_batch():
     return Batch(4, 40, 4, 100, torch.device("cpu"))
 
 
-def test_a_step_gathers_tokens_positions_slots_and_who_samples():
+def test_a_step_gathers_tokens_positions_slots_and_sampling_rows():
     batch = make_batch()
     plan = make_plan(
         rows=(3, 0, 2),

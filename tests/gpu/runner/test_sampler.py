@@ -48,7 +48,7 @@ def draws(logits, count=400, output=(), **params):
     return set(sample(logits.expand(count, -1), *rows).token_ids.tolist())
 
 
-def test_greedy_is_argmax_in_any_company():
+def test_greedy_is_argmax_in_any_batch():
     logits = random_logits(6)
     mixed = [(greedy() if row % 2 else SamplingParams(seed=row), []) for row in range(6)]
     best = logits.argmax(1).tolist()
@@ -137,7 +137,7 @@ def test_bias_does_not_lift_a_mask():
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.01, "top_p": 0.5}, {"temperature": 2.0, "min_p": 0.1}])
-def test_repetition_penalties_at_the_ends_of_their_range_fail_nobody(params):
+def test_repetition_penalties_at_the_ends_of_their_range_fail_no_row(params):
     logits = torch.full((1, VOCAB), -1.0)
     logits[0, 3], logits[0, 9] = 2.0, 5.0  # 3 stands in the prompt
     company = (SamplingParams(temperature=0.0), [])
@@ -261,7 +261,7 @@ def test_a_step_s_python_does_not_grow_with_its_rows(params):
     assert calls_for(2) == calls_for(40)
 
 
-def test_who_asks_for_nothing_pays_for_nobody(monkeypatch):
+def test_parameters_of_one_row_cost_nothing_for_other_rows(monkeypatch):
     """One row that asks for everything: what is done for it is done to its logits alone."""
     seen = []
     original_penalties, original_logprobs = gpu.runner.sampler.apply_penalties, gpu.runner.sampler.top_logprobs
@@ -286,7 +286,7 @@ def test_who_asks_for_nothing_pays_for_nobody(monkeypatch):
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.7, "min_p": 0.1, "logprobs": 0}])
-def test_nothing_is_sorted_where_nobody_needs_an_order(params, monkeypatch):
+def test_logits_are_sorted_only_if_a_row_needs_an_order(params, monkeypatch):
     def forbidden(*arguments, **more):
         raise AssertionError("sorted")
 
@@ -340,7 +340,7 @@ params_strategy = st.builds(
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(st.lists(st.tuples(params_strategy, st.lists(st.integers(0, VOCAB - 1), max_size=5)), min_size=1, max_size=6))
-def test_a_row_in_any_company_is_as_alone(rows):
+def test_a_row_is_sampled_alike_alone_and_in_any_batch(rows):
     logits = random_logits(len(rows), seed=len(rows))
     together = sample(logits, *rows)
     reported = {entry.row: entry for entry in together.logprobs}

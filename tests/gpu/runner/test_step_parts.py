@@ -129,7 +129,7 @@ def test_parts_cover_the_step_and_balance(folder):
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_failure_lets_the_others_go(folder, failing):
+def test_a_failing_part_releases_the_others(folder, failing):
     driver = Driver(make_threaded(folder, 3, dtype="float16"))
     driver.add(0, [5] * 40)
     forward = driver.runner.model.forward
