@@ -23,8 +23,9 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 # It is on every machine and in every container, every user may open it, and no tool removes it, as some remove files in /tmp.
+# No daemon has it as standard input, as many have /dev/null: dockerd locks all bytes of that, and no core would seem free.
 # Its locks belong to one opening of it (OFD locks): a process's own locks would go when it closes any other opening.
-SHARED_FILE = Path("/dev/null")
+SHARED_FILE = Path("/dev/full")
 FIRST_BYTE = 0x68656164 << 16  # far from bytes that others may lock there
 FIRST_SPARE = 1 << 15  # the number of the first of those that are no core
 MOST_WISHES = 256  # engines that can say that they have no core: the bytes before -1, which is nobody's
@@ -53,9 +54,11 @@ class Cores:
         self.close = weakref.finalize(self, _close, self._file)
 
     def _try_locks(self) -> None:
-        """Raises OSError where there are no such locks, or they are forbidden. It tries a byte that stands for no core."""
+        """Raises OSError where engines cannot lock cores. It tries a byte that stands for no core."""
         if self._take(_request(fcntl.F_WRLCK, -1)):
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, -1))
+        elif self._lock_on(-1) == fcntl.F_RDLCK:  # engines lock for writing only
+            raise OSError("a program that is no engine has locked the whole file")
 
     @contextmanager
     def claim(self, most: int) -> Iterator[int]:
@@ -105,8 +108,12 @@ class Cores:
                 return
 
     def _others_wish(self) -> bool:
-        found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, -1 - MOST_WISHES, MOST_WISHES))
-        return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
+        return self._lock_on(-1 - MOST_WISHES, MOST_WISHES) != fcntl.F_UNLCK
+
+    def _lock_on(self, number: int, count: int = 1) -> int:
+        """The type of a lock that others have on a core's byte, or on one of `count`; F_UNLCK: there is none."""
+        found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, number, count))
+        return int(_FLOCK.unpack(found)[0])
 
     def _take(self, lock: bytes) -> bool:
         """Locks a core. False: another process holds it."""

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from gpu.runner.core_lock import Cores
+from gpu.runner.core_lock import _FLOCK, Cores
 
 
 @pytest.fixture(autouse=True)
@@ -141,3 +141,21 @@ def test_without_the_lock_file_every_step_has_all_the_cores_that_it_wants(tmp_pa
     with make_cores(file=tmp_path / "nothing").claim(2) as threads:
         assert threads == 2
     assert "busy" in caplog.text
+
+
+def test_a_lock_of_another_program_on_all_bytes_leaves_every_step_what_it_wants(tmp_path, make_cores, caplog):
+    """As dockerd has on its standard input."""
+    path = tmp_path / "shared"
+    path.touch()
+    with open(path, "rb") as file:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+        with make_cores(file=path).claim(2) as threads:
+            assert threads == 2
+    assert "no engine" in caplog.text
+
+
+def test_a_lock_on_the_standard_input_of_a_daemon_is_none_on_cores(make_cores):
+    with open(os.devnull, "rb") as file:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+        with make_cores().claim(2) as threads:
+            assert threads == 2
