@@ -171,7 +171,7 @@ def test_the_stack_starts_chats_and_stops() -> None:
 
 
 def chat_and_lose_the_engine(client: httpx.Client) -> None:
-    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 16, "temperature": 0}
+    body = {"messages": [{"role": "user", "content": "Tell me the capital of France."}], "max_tokens": 16, "temperature": 0}
     chat = client.post("/v1/chat/completions", json=body).raise_for_status().json()
     assert "Paris" in chat["choices"][0]["message"]["content"] and chat["model"] == "SmolLM2-135M-Instruct"
     (listed,) = json.loads(compose("exec", "api", "headrace", "ps", "-a", "--json").stdout)
