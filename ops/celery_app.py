@@ -14,7 +14,7 @@ from typing import Any
 from celery import Celery
 from celery.signals import beat_embedded_init
 
-from ops import parent_death
+from ops import broker, parent_death
 from ops.redis_url import parse_redis_url
 
 _WORKER = os.getpid()  # beat is forked from it and inherits the number
@@ -28,7 +28,7 @@ SCHEDULE = {
     "expire_records": 30.0,
 }
 
-
+broker.install()
 app = Celery("headrace", broker=REDIS_URL.broker, include=["ops.tasks"])
 app.conf.update(
     accept_content=["json"],
@@ -46,8 +46,7 @@ app.conf.update(
     worker_enable_remote_control=False,
     worker_send_task_events=False,
     worker_hijack_root_logger=False,
-    # In memory: a missed run needs no making up for.
-    beat_scheduler="celery.beat:Scheduler",
+    beat_scheduler="ops.beat:Scheduler",
     beat_max_loop_interval=1.0,
     beat_schedule={
         name: {"task": f"ops.tasks.{name}", "schedule": seconds, "options": {"expires": seconds}}

@@ -36,6 +36,8 @@ class Trouble(StrEnum):
     READ_ONLY = "is a read-only replica"
     REPLICAS = "lacks the replicas without which it takes no writes"
     MASTER = "is a replica without its master"
+    CLIENTS = "has as many clients as it allows"
+    PROTECTED = "refuses clients of other machines"
     PASSWORD = "does not accept this user and password"
 
 

@@ -16,24 +16,13 @@ import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    BusyLoadingError,
-    ConnectionError,
-    MasterDownError,
-    NoPermissionError,
-    NoScriptError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-    TimeoutError,
-)
+from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
 from redis.retry import Retry
 
-from engine.bus.call import BusUnavailable, Call, Fenced, Trouble, UnfitRedis
+from engine.bus.call import BusUnavailable, Call, Trouble
+from engine.bus.handshake import ASYNC_HANDSHAKE, HANDSHAKE
 from engine.bus.pipeline import Line, open_line
+from engine.bus.refusals import as_bus_error, trouble_of
 
 T = TypeVar("T")
 
@@ -45,33 +34,8 @@ LONGEST_PAUSE = 0.5
 SHORTEST_READ = 0.001  # seconds; a read without any would not look at the socket
 PING_INTERVAL = 5.0  # seconds of silence after which a subscription asks whether the connection still lives
 
-# Redis is there but cannot serve now. Others (a script's own error, a wrong password) do not get better by waiting.
-_PASSING = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError)
-_LASTING = (AuthenticationError, AuthorizationError)
-_TROUBLES: tuple[tuple[type[Exception], Trouble], ...] = (
-    (BusyLoadingError, Trouble.LOADING),
-    (ReadOnlyError, Trouble.READ_ONLY),
-    (OutOfMemoryError, Trouble.MEMORY),
-    (MasterDownError, Trouble.MASTER),
-    (AuthenticationError, Trouble.PASSWORD),
-    (AuthorizationError, Trouble.PASSWORD),
-    (ConnectionError, Trouble.AWAY),
-    (TimeoutError, Trouble.AWAY),
-    (OSError, Trouble.AWAY),
-)
-# By the first word of an error: redis-py has no class for some, and none for those of a pipeline's commands.
-_TROUBLE_WORDS = {
-    "BUSY": Trouble.BUSY,
-    "LOADING": Trouble.LOADING,
-    "MASTERDOWN": Trouble.MASTER,
-    "MISCONF": Trouble.DISK,
-    "NOREPLICAS": Trouble.REPLICAS,
-    "OOM": Trouble.MEMORY,
-    "READONLY": Trouble.READ_ONLY,
-}
-# It will never serve under this URL: there is no such database (another error is that the user has not the rights).
-_UNFIT = ("DB index is out of range", "SELECT is not allowed")
-_ANNOTATION = " caused error: "  # of redis-py, before the error of a command in a pipeline
+# It may serve again within the patience of a caller. All else is told at once.
+_SOON_OVER = frozenset({Trouble.AWAY, Trouble.CLIENTS, Trouble.LOADING, Trouble.READ_ONLY})
 
 
 def _options(timeout: float) -> dict[str, Any]:
@@ -83,29 +47,9 @@ def _options(timeout: float) -> dict[str, Any]:
         "socket_timeout": timeout,
         "socket_connect_timeout": timeout,
         "protocol": 2,
+        **HANDSHAKE,
         "retry_on_error": [ReadOnlyError],  # not once more, as `retry` says: redis-py closes what it would try again on
     }
-
-
-def _translate(error: Exception) -> Exception:
-    """An error of redis-py as the callers of the bus know it."""
-    message = _message(error)
-    if isinstance(error, ResponseError) and message.startswith("FENCED"):
-        return Fenced(message)
-    if isinstance(error, NoPermissionError) or message.startswith(_UNFIT):
-        return UnfitRedis(f"Redis: {message}")
-    trouble = _trouble(error)
-    return error if trouble is None else BusUnavailable(message, trouble)
-
-
-def _trouble(error: Exception) -> Trouble | None:
-    """None: the error says nothing of Redis' own state."""
-    word = _message(error).partition(" ")[0]
-    return _TROUBLE_WORDS.get(word) or next((trouble for kind, trouble in _TROUBLES if isinstance(error, kind)), None)
-
-
-def _message(error: Exception) -> str:
-    return str(error).rpartition(_ANNOTATION)[2].lstrip("('\"")
 
 
 class _Patience:
@@ -116,9 +60,9 @@ class _Patience:
         self._pause = FIRST_PAUSE
 
     def pause(self, error: Exception) -> float:
-        """Seconds to wait before the next try; raises BusUnavailable when there is no time for one."""
-        if isinstance(error, _LASTING) or time.monotonic() + self._pause > self._deadline:
-            raise BusUnavailable(_message(error) or "no answer in time", _trouble(error) or Trouble.AWAY) from error
+        """Seconds to wait before the next try; raises what `error` means when there is no time for one, or no use."""
+        if trouble_of(error) not in _SOON_OVER or time.monotonic() + self._pause > self._deadline:
+            raise as_bus_error(error) from error
         pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
         return pause
 
@@ -153,7 +97,7 @@ class _Silence:
 
 def _first_error(answers: list[Any], keep_errors: bool) -> list[Any]:
     for answer in answers:
-        if isinstance(answer, Exception) and (not keep_errors or _trouble(answer) is not None):
+        if isinstance(answer, Exception) and (not keep_errors or trouble_of(answer) is not None):
             raise answer
     return answers
 
@@ -193,10 +137,8 @@ class Bus:
         while True:
             try:
                 return self._send(call)
-            except _PASSING as error:
+            except (RedisError, OSError) as error:
                 time.sleep(patience.pause(error))
-            except RedisError as error:
-                raise _translate(error) from error
 
     def _send(self, call: Call[Any]) -> Any:
         client = self._blocking if call.block else self._client
@@ -237,7 +179,8 @@ class Bus:
 
 class Subscription:
     """One connection that listens to channels. It never reconnects by itself: a hole in what was heard must be seen, so that its
-    owner subscribes anew and asks for what it missed. Raises BusUnavailable where the connection broke or fell silent.
+    owner subscribes anew and asks for what it missed. Raises BusUnavailable where the connection broke or fell silent, UnfitRedis
+    where the user may not listen.
     """
 
     def __init__(self, url: str, channels: tuple[str, ...], timeout: float = TIMEOUT) -> None:
@@ -252,7 +195,7 @@ class Subscription:
                 self._connection.read_response(timeout=timeout)
         except (RedisError, OSError) as error:
             self.close()
-            raise BusUnavailable(_message(error), _trouble(error) or Trouble.AWAY) from error
+            raise as_bus_error(error) from error
         self._silence = _Silence(timeout)
 
     def get(self, timeout: float) -> tuple[str, bytes] | None:
@@ -274,7 +217,7 @@ class Subscription:
             if self._silence.lasts():
                 self._connection.send_command("PING", check_health=False)
         except (RedisError, OSError) as error:
-            raise BusUnavailable(_message(error), _trouble(error) or Trouble.AWAY) from error
+            raise as_bus_error(error) from error
         return None
 
     def close(self) -> None:
@@ -292,7 +235,7 @@ class AsyncBus:
         self.timeout = timeout
         # No socket timeout: redis-py would send under asyncio.wait_for, which swallows a cancellation that comes as it completes
         # (cpython#86296, to Python 3.11) and costs a task a command. `_answer` has the timeout instead.
-        options = _options(timeout) | {"socket_timeout": None}
+        options = _options(timeout) | ASYNC_HANDSHAKE | {"socket_timeout": None}
         pool: Any = redis.asyncio.BlockingConnectionPool.from_url(
             url, max_connections=max_connections, timeout=timeout, retry=AsyncRetry(NoBackoff(), 0), **options
         )
@@ -319,12 +262,10 @@ class AsyncBus:
                     return await self._run_script(call)
                 async with asyncio.timeout(self.timeout + call.block):
                     return await self._send(call)
-            except _PASSING as error:
+            except (RedisError, OSError) as error:
                 if isinstance(error, ReadOnlyError) and self._line is not None:
                     self._line.close()  # as redis-py does with one of its pool
                 await asyncio.sleep(patience.pause(error))
-            except RedisError as error:
-                raise _translate(error) from error
 
     async def _run_script(self, call: Call[Any]) -> Any:
         line = self._line
@@ -379,7 +320,9 @@ class AsyncSubscription:
     """As Subscription. One task at a time may call `get`; a cancelled `get` closes the subscription."""
 
     def __init__(self, url: str, channels: tuple[str, ...], timeout: float = TIMEOUT) -> None:
-        pool: Any = redis.asyncio.ConnectionPool.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **_options(timeout))
+        pool: Any = redis.asyncio.ConnectionPool.from_url(
+            url, retry=AsyncRetry(NoBackoff(), 0), **(_options(timeout) | ASYNC_HANDSHAKE)
+        )
         self._pool = pool
         self._connection = pool.make_connection()
         self._channels = channels
@@ -394,7 +337,7 @@ class AsyncSubscription:
                 await self._connection.read_response(timeout=self._timeout)
         except (RedisError, OSError) as error:
             await self.close()
-            raise BusUnavailable(_message(error), _trouble(error) or Trouble.AWAY) from error
+            raise as_bus_error(error) from error
         self._silence = _Silence(self._timeout)
 
     async def get(self, timeout: float | None = None) -> tuple[str, bytes] | None:
@@ -415,7 +358,7 @@ class AsyncSubscription:
             elif self._silence.lasts():
                 await self._connection.send_command("PING", check_health=False)
         except (RedisError, OSError) as error:
-            raise BusUnavailable(_message(error), _trouble(error) or Trouble.AWAY) from error
+            raise as_bus_error(error) from error
         return message
 
     async def close(self) -> None:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from engine.bus import keys, leases, records, transitions
-from engine.bus.call import BusUnavailable
+from engine.bus.call import BusUnavailable, UnfitRedis
 from engine.bus.connection import AsyncBus
 from engine.bus.control import control
 from engine.bus.enqueue import AdmissionLimits, Refused, RequestFacts, enqueue
@@ -72,7 +72,7 @@ class AsyncClient:
     # Life
 
     async def start(self) -> None:
-        """Announce this server and subscribe to its channel; raises BusUnavailable when Redis is away."""
+        """Announce this server and subscribe to its channel; raises BusUnavailable when Redis is away, UnfitRedis."""
         self.incarnation = await self._bus.run(leases.announce_api())
         self._replies = Replies(self.incarnation)
         subscribed = asyncio.get_running_loop().create_future()
@@ -246,7 +246,7 @@ class AsyncClient:
                         message = await subscription.get()
                         if message is not None:
                             self._take_message(message[1])
-            except BusUnavailable as error:
+            except (BusUnavailable, UnfitRedis) as error:
                 if not subscribed.done():
                     subscribed.set_exception(error)
                     return

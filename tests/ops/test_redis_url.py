@@ -66,7 +66,8 @@ def by_kombu(url: str) -> dict[str, Any]:
 
 def facts(connection: Any) -> dict[str, Any]:
     names = ("host", "port", "path", "db", "username", "password", "check_hostname", "ca_certs", "certfile", "keyfile", "cert_reqs")
-    return {"class": type(connection).__name__, **{name: getattr(connection, name, None) or None for name in names}}
+    kind = next(each for each in type(connection).mro() if each.__module__.startswith("redis."))
+    return {"class": kind.__name__, **{name: getattr(connection, name, None) or None for name in names}}
 
 
 @pytest.mark.parametrize("url", URLS)

@@ -27,11 +27,14 @@ MODEL = "model-a"
 
 
 @contextmanager
-def worker(url: str) -> Iterator[psutil.Process]:
-    """A worker with beat, as `serve` starts it. Whatever the test did to it, nothing of it is left."""
+def worker(url: str, lines: list[str] | None = None) -> Iterator[psutil.Process]:
+    """A worker with beat, as `serve` starts it. Whatever the test did to it, nothing of it is left. `lines` gets what it logs."""
     command = [sys.executable, "-m", "celery", "-A", "ops.celery_app", "worker", "-B", "--pool", "solo"]
     command += ["--without-gossip", "--without-mingle", "--loglevel", "warning"]
-    process = subprocess.Popen(command, env={**os.environ, "HEADRACE_REDIS_URL": url, "C_FORCE_ROOT": "1"})
+    environment = {**os.environ, "HEADRACE_REDIS_URL": url, "C_FORCE_ROOT": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=None if lines is None else subprocess.PIPE, text=True)
+    reader = threading.Thread(target=lambda: lines is None or lines.extend(process.stderr or ()))
+    reader.start()
     try:
         yield psutil.Process(process.pid)
     finally:
@@ -39,6 +42,9 @@ def worker(url: str) -> Iterator[psutil.Process]:
         process.kill()
         process.wait(20)
         psutil.wait_procs(family, timeout=20)
+        reader.join()
+        if process.stderr is not None:
+            process.stderr.close()
 
 
 @pytest.fixture
@@ -205,5 +211,29 @@ def test_maintenance_goes_on_after_redis_was_away() -> None:
                 assert usage_rows(world.bus)[0].totals.requests == outages + 1
                 server.kill()
                 server.start()
+    finally:
+        server.stop()
+
+
+def test_maintenance_waits_for_a_redis_that_cannot_serve_and_goes_on() -> None:
+    """It says why, does not end, and counts what comes afterwards."""
+    server = RedisServer()
+    lines: list[str] = []
+    try:
+        with World(server.url, MODEL) as world, worker(server.url, lines) as process:
+            world.engine()
+            for outages in (0, 1):
+                line = {"day": 20_000, "tenant": "t", "reason": "stop", "prompt_tokens": 1, "cached_tokens": 0, "output_tokens": 1}
+                world.raw.xadd(keys.usage(MODEL), line)
+                wait_for(lambda: world.raw.xlen(keys.usage(MODEL)) == 0, lambda: f"the line counted: {lines[-5:]}", 30)
+                assert usage_rows(world.bus)[0].totals.requests == outages + 1
+                world.raw.replicaof("127.0.0.1", "1")
+                said = "consumer: Cannot connect to redis://:**@127.0.0.1:%d/0: Redis is a read-only replica"
+                wait_for(
+                    lambda said=said: any(said % server.port in line for line in lines), lambda: f"it says so: {lines[-5:]}", 30
+                )
+                assert process.status() != psutil.STATUS_ZOMBIE
+                world.raw.replicaof("NO", "ONE")
+        assert not [line for line in lines if "Traceback" in line]
     finally:
         server.stop()

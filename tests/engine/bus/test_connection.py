@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import socketserver
+import threading
 import time
 from collections.abc import Awaitable, Iterator
 
@@ -13,7 +15,7 @@ import redis
 
 import engine.bus.connection
 from engine.bus import control, keys, leases, records, transitions
-from engine.bus.call import BusUnavailable, Call, Trouble, script
+from engine.bus.call import BusUnavailable, Call, Trouble, UnfitRedis, script
 from engine.bus.connection import AsyncBus, Bus
 from engine.bus.enqueue import accepts
 from engine.bus.queue_depth import QueueDepth, queue_depth
@@ -161,6 +163,77 @@ async def test_an_unavailable_redis_gives_its_reason(own_server: RedisServer) ->
             raw.replicaof("NO", "ONE")
             bus.run(put("h"))
             assert await abus.run(get("h")) == BUNDLE
+
+
+async def test_a_redis_that_takes_no_more_clients_says_so(own_server: RedisServer) -> None:
+    with redis.Redis.from_url(own_server.url) as raw, Bus(own_server.url, patience=0.1) as bus:
+        async with AsyncBus(own_server.url, patience=0.1) as abus:
+            raw.config_set("maxclients", 1)
+            await expect(Trouble.CLIENTS, bus, abus)
+            await expect_at_subscribing(Trouble.CLIENTS, bus, abus)
+            raw.config_set("maxclients", 100)
+            bus.run(put("h"))
+            assert await abus.run(get("h")) == BUNDLE
+
+
+async def test_a_redis_that_refuses_clients_from_elsewhere_says_so() -> None:
+    """As protected mode does: an error that nobody asked for, and the end."""
+    refusal = b"-DENIED Redis is running in protected mode because no password is set. In this mode ... 1) Just disable it.\r\n"
+
+    class Refuse(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(refusal)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Refuse) as server:
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        url = f"redis://127.0.0.1:{server.server_address[1]}/0"
+        try:
+            with Bus(url, patience=60.0) as bus:
+                async with AsyncBus(url, patience=60.0) as abus:
+                    await expect(Trouble.PROTECTED, bus, abus)
+                    await expect_at_subscribing(Trouble.PROTECTED, bus, abus)
+                    assert str(await failure(abus.run(get("h")))).endswith("no password is set")
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+async def expect_at_subscribing(trouble: Trouble, bus: Bus, abus: AsyncBus) -> None:
+    with pytest.raises(BusUnavailable) as failed, bus.subscribe("one"):
+        raise AssertionError("subscribed")
+    with pytest.raises(BusUnavailable) as async_failed:
+        async with abus.subscribe("one"):
+            raise AssertionError("subscribed")
+    assert failed.value.trouble is async_failed.value.trouble is trouble
+
+
+async def test_a_user_who_may_not_listen_is_told_so(own_server: RedisServer) -> None:
+    """The same user may run scripts, though it may not even ECHO."""
+    with redis.Redis.from_url(own_server.url) as raw:
+        raw.acl_setuser("joe", enabled=True, passwords=["+p"], commands=["+@all", "-echo"], keys=["*"], reset_channels=True)
+    url = own_server.url.replace("redis://", "redis://joe:p@")
+    with Bus(url) as bus:
+        async with AsyncBus(url) as abus:
+            bus.run(put("h"))
+            assert bus.run(accepts()) is await abus.run(accepts()) is None
+            with pytest.raises(UnfitRedis, match="channel"), bus.subscribe("one"):
+                raise AssertionError("subscribed")
+            with pytest.raises(UnfitRedis, match="channel"):
+                async with abus.subscribe("one"):
+                    raise AssertionError("subscribed")
+
+
+async def test_a_read_that_waits_in_a_master_that_becomes_a_replica(own_server: RedisServer) -> None:
+    """Redis breaks it off. It is an outage, which is waited for, and no fault of the program."""
+    with World(own_server.url) as world, Bus(own_server.url) as bus:
+        engine = world.engine()
+        read = control.read_control(MODEL, engine.slot, engine.incarnation, block=1.0)
+        reading = asyncio.create_task(asyncio.to_thread(bus.run, read))
+        await asyncio.to_thread(wait_for, lambda: world.raw.info("clients")["blocked_clients"] == 1, "the read that waits")
+        await asyncio.to_thread(world.raw.replicaof, "127.0.0.1", "1")
+        assert (await reading).commands == []
+        world.raw.replicaof("NO", "ONE")
 
 
 def fail_to_save(raw: redis.Redis, server: RedisServer) -> None:
