@@ -23,7 +23,9 @@ def option(default: Any, help: str, **more: Any) -> Any:
 @dataclass
 class ModelConfig:
     model: str = option(
-        "", "a directory with safetensors, a .gguf file, a directory with one .gguf file, or `demo`", positional=True
+        "",
+        "a directory with safetensors, a .gguf file (of a split model the first part), a directory with one GGUF model, or `demo`",
+        positional=True,
     )
     dtype: str = option(
         "auto",

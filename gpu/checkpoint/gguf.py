@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from gpu.checkpoint.fields import TEXT, Fields, Rule, integer, shown
+from gpu.checkpoint.fields import TEXT, Fields, Rule, shown
 from gpu.errors import CheckpointError
 
 ValueT = TypeVar("ValueT")
@@ -164,9 +164,6 @@ class GGUFFile:
         end = max((tensor.offset + tensor.num_bytes for tensor in self.tensors.values()), default=0)
         if end > self.size:
             raise CheckpointError(f"{self.path} is cut off: it has {self.size:,} bytes of {end:,}; download it again")
-        part_count = self.fields.get("split.count", integer(0, 65535)) or 1
-        if part_count > 1:
-            raise CheckpointError(f"{self.path} is one of {part_count} parts of a model; join them with `llama-gguf-split --merge`")
 
 
 class _Cursor:

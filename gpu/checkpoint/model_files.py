@@ -11,7 +11,7 @@ from typing import Any
 from gpu.errors import CheckpointError
 
 MOST_JSON_BYTES = 64 << 20
-_PART = re.compile(r"-\d{5}-of-\d{5}$")  # how llama.cpp numbers the files of a split model
+PART = re.compile(r"-\d{5}-of-\d{5}$")  # how llama.cpp numbers the files of a split model
 _HUB_FOLDER = re.compile(r"models--(?:.+--)?(.+)")  # the hub cache's folder of a repository: models--organisation--name
 
 
@@ -44,7 +44,7 @@ def model_name(path: str | Path) -> str:
     if place.name in ("", ".."):  # `.` and its like have no name of their own
         place = place.resolve()
     if place.suffix.lower() == ".gguf":
-        return _PART.sub("", place.stem) or "model"
+        return PART.sub("", place.stem) or "model"
     if place.parent.name == "snapshots" and (repository := _HUB_FOLDER.fullmatch(place.parent.parent.name)):
         return repository[1]
     return place.name or "model"
@@ -80,4 +80,4 @@ def _gguf_files(place: Path) -> list[Path]:
     """The GGUF models in a directory without safetensors, of a split one the first part; [] for anything else."""
     if not os.path.isdir(place) or any(place.glob("*.safetensors")):
         return []
-    return sorted(file for file in place.glob("*.[gG][gG][uU][fF]") if not _PART.search(file.stem) or "-00001-of-" in file.stem)
+    return sorted(file for file in place.glob("*.[gG][gG][uU][fF]") if not PART.search(file.stem) or "-00001-of-" in file.stem)

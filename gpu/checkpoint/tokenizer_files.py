@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from gpu.checkpoint.architecture import VOCABULARY
 from gpu.checkpoint.fields import TEXT, Fields, Rule, integer, number, shown
-from gpu.checkpoint.gguf import GGUFFile
+from gpu.checkpoint.gguf_model import GGUFModel
 from gpu.checkpoint.gguf_tokenizer import build_tokenizer
 from gpu.checkpoint.gguf_vocabulary import Vocabulary
 from gpu.checkpoint.model_files import find_model, read_json, read_text
@@ -83,7 +83,7 @@ def load_tokenizer_files(path: str | Path) -> TokenizerFiles:
 
 
 def _from_gguf(path: Path) -> TokenizerFiles:
-    with GGUFFile(path) as file:
+    with GGUFModel(path) as file:
         vocabulary = Vocabulary.read(file)
         embedding = file.tensors.get("token_embd.weight")
         if embedding is not None and len(vocabulary.tokens) > embedding.shape[0]:

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from gpu.checkpoint.architecture import ArchitectureConfig
 from gpu.checkpoint.fields import Fields, Rule
-from gpu.checkpoint.gguf import GGUFFile, TensorInfo
+from gpu.checkpoint.gguf import TensorInfo
 from gpu.checkpoint.gguf_architecture import architecture_config, gguf_name, permuted_heads
 from gpu.checkpoint.gguf_blocks import SUPPORTED_TYPES, dequantize, in_blocks, split_blocks
+from gpu.checkpoint.gguf_model import GGUFModel
 from gpu.checkpoint.model_files import find_model, read_json
 from gpu.errors import CheckpointError
 from kernels.cpu.quantized_blocks import Blocks
@@ -159,10 +160,10 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A GGUF file: dequantized as it is read, or its blocks as they are."""
+    """A GGUF file, or the parts of one: dequantized as it is read, or its blocks as they are."""
 
     def __init__(self, path: Path):
-        self._file = GGUFFile(path)
+        self._file = GGUFModel(path)
         try:
             super().__init__(architecture_config(self._file))
             found = {name: self._file.tensors.get(gguf_name(name)) for name in self.shapes}
@@ -226,7 +227,7 @@ class GGUFCheckpoint(Checkpoint):
         return all(tensor.shape[1] % (num_ranks * tensor.block_size) == 0 for tensor in row_parallel)
 
     def stamp(self) -> str:
-        return _stamp(self._file.path)
+        return " ".join(_stamp(part.path) for part in self._file.parts)
 
     def _read_vector(self, name: str, tensor: TensorInfo) -> torch.Tensor:
         blocks = np.frombuffer(self._file.read_rows(tensor, 0, 1), np.uint8).reshape(1, -1)
@@ -243,7 +244,8 @@ class GGUFCheckpoint(Checkpoint):
 
     def content_hash(self) -> str:
         digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode())
-        digest.update(b"%d" % self._file.size + self._file.read(0, self._file.header_bytes) + _sample(self._file.path))
+        for part in self._file.parts:
+            digest.update(b"%d" % part.size + part.read(0, part.header_bytes) + _sample(part.path))
         return digest.hexdigest()
 
     def describe(self) -> str:

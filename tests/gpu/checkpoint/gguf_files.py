@@ -54,10 +54,12 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     without: tuple[str, ...] = (),
+    tensors_a_part: int = 0,
 ) -> Path:
-    """`types`: quantization by Hugging Face name; `metadata`: keys to add or change; `extra`: tensors under llama.cpp's names."""
+    """`types`: quantization by Hugging Face name; `metadata`: keys to add or change; `extra`: tensors under llama.cpp's names;
+    `tensors_a_part`: above 0, the model is split, and the first part's path is returned."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA if architecture != "qwen3" else gguf.MODEL_ARCH.QWEN3, LAYERS)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_a_part)
     fields: dict[str, Any] = {
         f"{architecture}.block_count": LAYERS,
         f"{architecture}.context_length": 128,
@@ -96,4 +98,4 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if tensors_a_part else path

@@ -210,7 +210,7 @@ def test_end_tokens(tmp_path: Path) -> None:
 WRONG_METADATA = [
     ({"general.type": "adapter"}, {}, (), "is not a model but a GGUF file of type 'adapter'"),
     ({"llama.expert_count": 8}, {}, (), "is a mixture of experts"),
-    ({"split.count": 3}, {}, (), "is one of 3 parts of a model"),
+    ({"split.count": 3}, {}, (), "is the first of 3 parts of a model, and must be named model-00001-of-00003.gguf"),
     ({"llama.rope.dimension_count": 8}, {}, (), "partial rotary embedding"),
     ({"llama.rope.scaling.type": "longrope"}, {}, (), "scales its rotary embedding by 'longrope'"),
     ({"llama.attention.head_count": "four"}, {}, (), 'model.gguf: llama.attention.head_count is "four", but must be an integer'),
