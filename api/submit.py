@@ -1,8 +1,10 @@
-"""From a checked request to its response: admission, enqueue, what a refusal looks like. No 200 before `enqueue` answered."""
+"""From a body to its response: preparation, admission, enqueue, refusals. No 200 goes out before `enqueue` has answered."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -14,15 +16,21 @@ from api.http.auth import Principal, derive_cache_salt
 from api.http.headers import header
 from api.http.request_ids import INTERNAL_ID_HEADER, REQUEST_ID_HEADER, body_id, header_id, internal_id_header, internal_ids
 from api.http.response_writer import response_writer
+from api.model_files import ServedModel
 from api.model_registry import NO_ENGINE
+from api.preparation.rules import RequestRules
 from api.preparation.task import Task
+from api.request.schemas import SamplingFields
 from api.response.answer import WholeAnswer, whole_response
 from api.response.chunk_format import AnswerFormat
 from api.response.generation import Generation
 from api.response.sse import EventSink, EventStream
 from engine.bus.enqueue import Refused, RequestFacts
 from engine.client.client import AsyncClient
+from engine.config import ApiConfig
 from engine.protocol import PROTOCOL_VERSION, EngineCoreRequest, encode_column
+
+B = TypeVar("B", bound=SamplingFields)
 
 PRIORITY_HEADER = "X-Vllm-Priority"
 TRACE_HEADERS = ("traceparent", "tracestate")
@@ -30,13 +38,32 @@ INT64 = range(-(2**63), 2**63)
 _LIMIT_WORDS = {"max_num_queued_reqs": "requests", "max_num_queued_tokens": "prompt tokens"}
 
 
-def admit(service: Service) -> None:
-    """Nothing new is taken while the server stops."""
+async def generate(
+    request: Request,
+    body: B,
+    prepare: Callable[[B, ServedModel, RequestRules], Task],
+    format: Callable[[B, Generation, ApiConfig], AnswerFormat],
+    in_place: bool = False,
+) -> Response:
+    """Prepare `body`, enqueue it and answer in `format`. `in_place`: preparing it takes less time than a thread costs.
+
+    Raises ApiError and BusUnavailable where nothing was enqueued, and where the engine gave up before the response began.
+    """
+    service = service_of(request)
+    _admit(service)
+    model = await service.models.resolve(service.client, body.model)
+    task = prepare(body, model, service.rules) if in_place else await service.prepare(request, prepare, body, model)
+    generation = _make_generation(request, task, body.request_id)
+    return await _answer(request, generation, format(body, generation, service.config))
+
+
+def _admit(service: Service) -> None:
+    """Raises ServiceUnavailable while the server stops."""
     if service.draining:
         raise ServiceUnavailable("The server is shutting down.", headers=RETRY_AFTER)
 
 
-def make_generation(request: Request, task: Task, given_id: str | None) -> Generation:
+def _make_generation(request: Request, task: Task, given_id: str | None) -> Generation:
     """The generation that will answer `request`; nothing of it is enqueued yet. `given_id`: the body's. Raises BadRequest."""
     own: str = request.state.request_id
     external = header_id(request.scope) or body_id(given_id) or own
@@ -44,12 +71,8 @@ def make_generation(request: Request, task: Task, given_id: str | None) -> Gener
     return Generation(task, external, ids, time.time(), principal_of(request).tenant, service_of(request).observer)
 
 
-async def answer(request: Request, generation: Generation, format: AnswerFormat) -> Response:
-    """Enqueue the prompts of `generation` and make the response: events as they come, or all in one piece.
-
-    Raises BadRequest, ServiceUnavailable, BusUnavailable where nothing was enqueued; BadRequest, GenerationError where the engine
-    gave up.
-    """
+async def _answer(request: Request, generation: Generation, format: AnswerFormat) -> Response:
+    """Enqueue the prompts of `generation` and make the response: events as they come, or all in one piece."""
     headers, writer = _answer_headers(generation), response_writer(request.scope)
     if generation.task.stream:
         events = generation.sink = EventSink(format)
@@ -63,7 +86,7 @@ async def answer(request: Request, generation: Generation, format: AnswerFormat)
 async def _submit(request: Request, generation: Generation) -> None:
     """Enqueue all prompts of `generation` or none."""
     service = service_of(request)
-    admit(service)
+    _admit(service)
     task = generation.task
     requests = _engine_requests(request.scope, principal_of(request), service.client, task, generation.internal_ids)
     facts = RequestFacts(generation.external_id, task.endpoint, task.stream, task.model.name)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
+from msgspec import Raw
 
 from api.request.schemas import SamplingFields
 from api.response.generation import Generation
-from api.response.logprobs import LogprobsFormatter
+from api.response.logprobs import Json, LogprobsFormatter
 from api.response.output_processor import ChoiceOutput
 from api.response.request_times import times_as_json
 from api.response.usage import Usage
@@ -59,14 +60,15 @@ class UsageOptions:
 
 
 class AnswerFormat(ABC):
-    """`prefix`: of the answer's id, before the client's; `chunk`: what a chunk calls itself."""
+    """The look of one endpoint's answers, streamed and whole."""
 
-    text_item: tuple[bytes, bytes]
-    """The item of a chunk of text alone, before and behind the text; `%d` is the choice's index."""
+    id_prefix: str  # of the answer's id, before the client's
+    whole_object: str  # the member `object` of whole answers
+    chunk_object: str  # the member `object` of chunks
+    text_item: tuple[bytes, bytes]  # the item of a chunk of text alone, before and behind the text; `%d` is the choice's index
+    no_text: ClassVar[dict[str, Any]]  # the member of a chunk's item that has the text, without any
 
-    def __init__(
-        self, body: SamplingFields, generation: Generation, config: ApiConfig, prefix: str, chunk: str, text_only: bool
-    ) -> None:
+    def __init__(self, body: SamplingFields, generation: Generation, config: ApiConfig, text_only: bool) -> None:
         """`text_only`: outputs show nothing else, because neither logprobs nor token ids nor an echo are asked for."""
         self._generation = generation
         self._task = task = generation.task
@@ -74,8 +76,8 @@ class AnswerFormat(ABC):
         as_ids = body.return_tokens_as_token_ids
         self._logprobs = LogprobsFormatter(task.model.tokenizer, config.return_tokens_as_token_ids if as_ids is None else as_ids)
         self._fingerprint = system_fingerprint(task.model.fingerprint)
-        self._id = f"{prefix}-{generation.external_id}"
-        self._frame = ChunkFrame(self._id, chunk, generation.created, task.model.name)
+        self._id = f"{self.id_prefix}-{generation.external_id}"
+        self._frame = ChunkFrame(self._id, self.chunk_object, generation.created, task.model.name)
         self._text_only = text_only
         self._shows_times = config.enable_per_request_metrics
         self._ends: dict[int, tuple[bytes, bytes]] = {}  # by choice: a chunk of text before and behind the text
@@ -102,9 +104,10 @@ class AnswerFormat(ABC):
     def _piece(self, output: ChoiceOutput) -> bytes:
         """The chunk of all that an output shows but the end."""
 
-    @abstractmethod
     def _last_item(self, output: ChoiceOutput) -> dict[str, Any]:
         """The item of the chunk that ends a choice."""
+        end = {"finish_reason": str(output.finish_reason), "stop_reason": output.stop_reason}
+        return {"index": output.index, **self.no_text, "logprobs": None, **end}
 
     def closing(self) -> Iterator[bytes]:
         """Chunks behind the last output."""
@@ -137,9 +140,34 @@ class AnswerFormat(ABC):
 
     # Whole
 
-    @abstractmethod
     def whole(self, choices: list[ChoiceOutput]) -> bytes:
-        """The answer in one piece, JSON."""
+        """The answer in one piece, JSON. Choices are encoded one by one, so that the objects of one exist at a time."""
+        return encode_json(
+            {
+                "id": self._id,
+                "object": self.whole_object,
+                "created": self._generation.created,
+                "model": self._task.model.name,
+                "choices": [Raw(encode_json(self._whole_choice(index, choice))) for index, choice in enumerate(choices)],
+                "service_tier": None,
+                "system_fingerprint": self._fingerprint,
+                "usage": self._whole_usage(),
+                **self._times(),
+                **self._whole_prompt(),
+            }
+        )
+
+    @abstractmethod
+    def _whole_choice(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
+        """One item of the whole answer's `choices`."""
+
+    def _whole_prompt(self) -> dict[str, Any]:
+        """Members of the whole answer that describe its prompt."""
+        return {}
+
+    def _prompt_logprobs(self, place: int) -> list[Json | None]:
+        """The logprobs of prompt number `place`, in vLLM's form."""
+        return self._generation.runs[place].logprobs.vllm(self._task.model.tokenizer)
 
     def _times(self) -> dict[str, Any]:
         return {"metrics": times_as_json(self._generation)} if self._shows_times else {}

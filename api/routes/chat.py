@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
-from msgspec import Raw
 from starlette.responses import Response
 
-from api.app_state import service_of
 from api.http.json_route import JsonRoute
 from api.preparation.chat import prepare_chat
 from api.request.schemas import ChatCompletionRequest
 from api.response.chunk_format import AnswerFormat, encode_json
 from api.response.generation import Generation
 from api.response.output_processor import ChoiceOutput
-from api.submit import admit, answer, make_generation
+from api.submit import generate
 from engine.config import ApiConfig
 
 router = APIRouter(route_class=JsonRoute)
@@ -24,22 +22,19 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/chat/completions", summary="Continue a conversation")
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
-    service = service_of(request)
-    admit(service)
-    model = await service.models.resolve(service.client, body.model)
-    task = await service.prepare(request, prepare_chat, body, model)
-    generation = make_generation(request, task, body.request_id)
-    return await answer(request, generation, ChatFormat(body, generation, service.config))
+    return await generate(request, body, prepare_chat, ChatFormat)
 
 
 class ChatFormat(AnswerFormat):
     """Chunks and whole answers of chat completions."""
 
+    id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
     text_item = b'{"index":%d,"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
+    no_text: ClassVar = {"delta": {}}
 
     def __init__(self, body: ChatCompletionRequest, generation: Generation, config: ApiConfig) -> None:
         text_only = not body.logprobs and not body.return_token_ids
-        super().__init__(body, generation, config, "chatcmpl", "chat.completion.chunk", text_only)
+        super().__init__(body, generation, config, text_only)
         self._body = body
         self._num_top = body.top_logprobs or 0
 
@@ -70,29 +65,13 @@ class ChatFormat(AnswerFormat):
             item["token_ids"] = output.token_ids
         return self._chunk(output.index, encode_json(item))
 
-    def _last_item(self, output: ChoiceOutput) -> dict[str, Any]:
-        end = {"finish_reason": str(output.finish_reason), "stop_reason": output.stop_reason}
-        return {"index": output.index, "delta": {}, "logprobs": None, **end}
-
-    def whole(self, choices: list[ChoiceOutput]) -> bytes:
-        body, generation, prompt = self._body, self._generation, self._task.prompts[0]
-        prompt_logprobs = generation.runs[0].logprobs.vllm(self._task.model.tokenizer) if body.prompt_logprobs is not None else None
-        answer: dict[str, Any] = {
-            "id": self._id,
-            "object": "chat.completion",
-            "created": generation.created,
-            "model": self._task.model.name,
-            "choices": [Raw(encode_json(self._whole_choice(index, choice))) for index, choice in enumerate(choices)],
-            "service_tier": None,
-            "system_fingerprint": self._fingerprint,
-            "usage": self._whole_usage(),
-            **self._times(),
-            "prompt_logprobs": prompt_logprobs,
+    def _whole_prompt(self) -> dict[str, Any]:
+        body, prompt = self._body, self._task.prompts[0]
+        return {
+            "prompt_logprobs": self._prompt_logprobs(0) if body.prompt_logprobs is not None else None,
             "prompt_token_ids": list(prompt.token_ids) if body.return_token_ids else None,
+            **({"prompt_text": prompt.text} if body.return_prompt_text else {}),
         }
-        if body.return_prompt_text:
-            answer["prompt_text"] = prompt.text
-        return encode_json(answer)
 
     def _whole_choice(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
         assert choice.finish_reason is not None

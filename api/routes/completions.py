@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
-from msgspec import Raw
 from starlette.responses import Response
 
-from api.app_state import service_of
 from api.http.json_route import JsonRoute
 from api.preparation.completion import is_light, prepare_completion
 from api.request.schemas import CompletionRequest
 from api.response.chunk_format import AnswerFormat, encode_json
 from api.response.generation import Generation
 from api.response.output_processor import ChoiceOutput, TokenLogprobs
-from api.submit import admit, answer, make_generation
+from api.submit import generate
 from engine.config import ApiConfig
 
 router = APIRouter(route_class=JsonRoute)
@@ -24,25 +22,19 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/completions", summary="Continue a text")
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
-    service = service_of(request)
-    admit(service)
-    model = await service.models.resolve(service.client, body.model)
-    if is_light(body):
-        task = prepare_completion(body, model, service.rules)
-    else:
-        task = await service.prepare(request, prepare_completion, body, model)
-    generation = make_generation(request, task, body.request_id)
-    return await answer(request, generation, CompletionFormat(body, generation, service.config))
+    return await generate(request, body, prepare_completion, CompletionFormat, in_place=is_light(body))
 
 
 class CompletionFormat(AnswerFormat):
     """Chunks and whole answers of text completions."""
 
+    id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
     text_item = b'{"index":%d,"text":', b',"logprobs":null,"finish_reason":null}'
+    no_text: ClassVar = {"text": ""}
 
     def __init__(self, body: CompletionRequest, generation: Generation, config: ApiConfig) -> None:
         text_only = body.logprobs is None and not body.return_token_ids and not body.echo
-        super().__init__(body, generation, config, "cmpl", "text_completion", text_only)
+        super().__init__(body, generation, config, text_only)
         self._body = body
         self._begun = [False] * self._task.num_choices
 
@@ -58,10 +50,6 @@ class CompletionFormat(AnswerFormat):
         if not (output.text or output.token_ids or first):
             return b""
         return self._chunk(output.index, encode_json(self._choice(output, first)))
-
-    def _last_item(self, output: ChoiceOutput) -> dict[str, Any]:
-        end = {"finish_reason": str(output.finish_reason), "stop_reason": output.stop_reason}
-        return {"index": output.index, "text": "", "logprobs": None, **end}
 
     def _choice(self, output: ChoiceOutput, first: bool) -> dict[str, Any]:
         body, prompt = self._body, output.index // self._task.n
@@ -80,21 +68,6 @@ class CompletionFormat(AnswerFormat):
 
     # Whole
 
-    def whole(self, choices: list[ChoiceOutput]) -> bytes:
-        return encode_json(
-            {
-                "id": self._id,
-                "object": "text_completion",
-                "created": self._generation.created,
-                "model": self._task.model.name,
-                "choices": [Raw(encode_json(self._whole_choice(index, choice))) for index, choice in enumerate(choices)],
-                "service_tier": None,
-                "system_fingerprint": self._fingerprint,
-                "usage": self._whole_usage(),
-                **self._times(),
-            }
-        )
-
     def _whole_choice(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
         assert choice.finish_reason is not None
         body, place = self._body, index // self._task.n
@@ -102,7 +75,6 @@ class CompletionFormat(AnswerFormat):
         if body.echo:
             text = self._generation.runs[place].echo_text() + text
             entries = [*self._prompt_entries(place), *entries]
-        wants_prompt = body.prompt_logprobs is not None
         return {
             "index": index,
             "text": text,
@@ -110,7 +82,7 @@ class CompletionFormat(AnswerFormat):
             "finish_reason": str(choice.finish_reason),
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if body.return_token_ids else None,
-            "prompt_logprobs": self._generation.runs[place].logprobs.vllm(self._task.model.tokenizer) if wants_prompt else None,
+            "prompt_logprobs": self._prompt_logprobs(place) if body.prompt_logprobs is not None else None,
             "prompt_token_ids": list(self._task.prompts[place].token_ids) if body.return_token_ids else None,
         }
 

@@ -41,7 +41,7 @@ async def test_an_uncaught_exception_is_one_500_without_details(
     def fail(service: object) -> None:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr("api.routes.completions.admit", fail)
+    monkeypatch.setattr("api.submit._admit", fail)
     transport = httpx.ASGITransport(create_app(ApiConfig(allowed_origins=["http://page"]), RedisConfig()))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         headers = {"Content-Type": "application/json", "X-Request-Id": "told", "Origin": "http://page"}

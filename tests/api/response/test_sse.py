@@ -60,10 +60,7 @@ class Format(AnswerFormat):
     def _piece(self, output: ChoiceOutput) -> bytes:
         raise NotImplementedError
 
-    def _last_item(self, output: ChoiceOutput) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def whole(self, choices: list[ChoiceOutput]) -> bytes:
+    def _whole_choice(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
         raise NotImplementedError
 
 
