@@ -1,6 +1,6 @@
 """headrace beside llama.cpp and vLLM, and beside what the machine can do: the same model, the same load, alternating runs.
 
-    python -m benchmarks.peers --peers-dir DIR --out FILE [--rounds 3] [--work W1,W2,W3] [--headrace=OPTIONS ...] [--only NAME ...]
+    python -m benchmarks.peers --peers-dir DIR --out FILE [--rounds 3] [--work W1,W2,W3] [--headrace=OPTIONS ...] [--checkout DIR]
     python -m benchmarks.peers --peers-dir DIR --out FILE --headrace= --headrace="--quantization int8" --only "headrace"
     python -m benchmarks.peers --summarize FILE
 
@@ -16,6 +16,8 @@ command goes on where an interrupted one ended: a FILE is one sitting, and only 
 
     L1   1 stream,      4 requests,  512 tokens in,                         64 out
     L8   8 concurrent, 16 requests,  128 tokens in,                         64 out
+
+`--checkout DIR` measures another checkout beside this one, with the same options and the same prompts; DIR has its `.venv`.
 
 The bounds are counted (`benchmarks.counting`) from what a thread does alone, measured before the first server starts, on the cores
 that load generator, API, Redis and Celery left in those very runs.
@@ -222,6 +224,9 @@ def main() -> None:
         "--headrace", action="append", metavar="OPTIONS", help='options of a headrace to measure; repeatable; default: none, ""'
     )
     parser.add_argument(
+        "--checkout", action="append", type=Path, metavar="DIR", help="another checkout of headrace, to measure it too; repeatable"
+    )
+    parser.add_argument(
         "--only", action="append", metavar="NAME", help="a server to run, by its whole name, `headrace OPTIONS`; repeatable"
     )
     options = parser.parse_args()
@@ -237,14 +242,16 @@ def main() -> None:
         parser.error(f"--work: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     model = model_file(options.peers_dir, options.model)
     rivals = peers(options.peers_dir) if options.model == "smollm2" else [llama_cpp(options.peers_dir, "llama-q4-k-m", model)]
-    servers = [*rivals, *(headrace(model, each) for each in options.headrace or [""])]
+    ours = [headrace(model, each) for each in options.headrace or [""]]
+    earlier = [headrace(model, each, checkout) for checkout in options.checkout or [] for each in options.headrace or [""]]
+    servers = [*rivals, *earlier, *ours]
     if unknown := set(options.only or ()) - {server.name for server in servers}:
         names = ", ".join(repr(server.name) for server in servers)
         parser.error(f"--only: there is no {', '.join(map(repr, sorted(unknown)))}; there are {names}")
     chosen = [server for server in servers if not options.only or server.name in options.only]
     stop_on_sigterm()
     sitting = Sitting(options)
-    sitting.measure_rates(chosen)
+    sitting.measure_rates(server for server in ours if server in chosen)  # a bound is of the classes of this checkout
     sitting.run(chosen)
     summarize(options.out, console)
     if sitting.failures:

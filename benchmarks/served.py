@@ -55,11 +55,13 @@ class Server:
         return self.options is None
 
 
-def headrace(model: Path, options: str) -> Server:
-    """`headrace serve` with these options, as on a command line."""
-    command = [sys.executable, "-P", "-m", "ops.cli", "serve", str(model), "--served-model-name", MODEL_NAME]
+def headrace(model: Path, options: str, checkout: Path | None = None) -> Server:
+    """`headrace serve` with these options, as on a command line; of another checkout, by the interpreter of its `.venv`."""
+    python = checkout / ".venv/bin/python" if checkout else sys.executable
+    command = [str(python), "-P", "-m", "ops.cli", "serve", str(model), "--served-model-name", MODEL_NAME]
     command += ["--max-model-len", "2048", "--port", "{port}", "--data-dir", "{data}", *shlex.split(options)]
-    return Server(f"headrace {options}".strip(), command, options=options)
+    whole = f"{options} of {checkout}".strip() if checkout else options
+    return Server(f"headrace {whole}".strip(), command, options=whole)
 
 
 def llama_cpp(folder: Path, name: str, model: Path) -> Server:
