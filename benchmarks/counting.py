@@ -1,4 +1,4 @@
-"""What a model must compute and read at least, and so how fast a machine can serve it at best.
+"""The least that a model must compute and read, and from it the highest speed at which a machine can serve it.
 
 Counted are the products of weights and of attention, and each weight once a step; what a machine does of both is measured by
 `benchmarks.rates`. Norms, activations, KV traffic, sampling and all that is no model are left out: a bound, not a forecast.
@@ -16,7 +16,7 @@ from gpu.checkpoint.architecture import ArchitectureConfig
 
 @dataclass(frozen=True)
 class Work:
-    """What a step must do at least."""
+    """The least work of a step."""
 
     flops: float
     weight_bytes: float
@@ -42,7 +42,7 @@ def count_weights(config: ArchitectureConfig) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine does, by measurement, with one numeric class on a number of its cores."""
+    """The measured speed of a machine, with one numeric class on a number of its cores."""
 
     rates: Mapping[int, float]  # rows of a product -> FLOP a second of one thread
     bandwidth: float  # bytes a second that one thread reads
@@ -50,7 +50,7 @@ class Machine:
     cores: float = 1.0
 
     def seconds(self, work: Work, rows: float) -> float:
-        """Of a step whose products have this many rows, all cores sharing it evenly."""
+        """Seconds of a step whose products have this many rows, shared evenly by all cores."""
         known = sorted(self.rates)
         rate = float(np.interp(rows, known, [self.rates[each] for each in known]))
         return work.bound(rate * self.cores, min(self.bandwidth * self.cores, self.shared_bandwidth))

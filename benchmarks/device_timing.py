@@ -78,7 +78,7 @@ class Roofline:
 
 
 def measure_roofline(timer: Timer, copied_bytes: int, side: int, dtypes: list[torch.dtype]) -> Roofline:
-    """By a copy of so many bytes, and products of matrices of side x side. A type that torch does not multiply is left out."""
+    """Time a copy of so many bytes, and products of matrices of side x side. A type that torch does not multiply is left out."""
     device, rates = timer.device, {}
     bandwidth = _measure_copy(timer, copied_bytes)
     for dtype in dtypes:

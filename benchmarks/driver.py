@@ -57,7 +57,7 @@ class Driver:
                 cache.fill_(0.5)
 
     def start_decodes(self, num_rows: int, context: int) -> None:
-        """Of rows 0..num_rows-1 after `context` tokens, whose KV is taken as it lies in memory."""
+        """Let rows 0..num_rows-1 decode after `context` tokens, whose KV is whatever lies in memory."""
         self.execute([self.new(row, context, context - 1) for row in range(num_rows)], range(num_rows), [1] * num_rows)
 
     def decode(self, num_rows: int) -> float:
@@ -71,5 +71,5 @@ class Driver:
         return seconds
 
     def free(self) -> None:
-        """All rows."""
+        """Free all rows."""
         self.execute([], [], [], range(self.num_rows))

@@ -1,12 +1,12 @@
-"""What an API server process costs a token: headrace's, and vLLM's beside it, both fed the same recorded engine outputs.
+"""CPU time of an API server process for each token: headrace's, and vLLM's beside it, both fed the same recorded outputs.
 
     python -m benchmarks.frontend [MODEL] [--peers-dir DIR] [--streams 256] [--tokens 512] [--requests 1] [--rounds 3]
 
 Streams of completions run side by side, each the next as soon as one ends. Everything but the model is real: Redis, engine,
 scheduler, API server; a recording of English text, by MODEL's tokenizer, stands where the model was (`benchmarks/replay/`). A
 step's tokens go out when the client has an event for each token of the step before, so that on both servers every token is an
-event of its own; the benchmark fails where one is not. What is counted is the CPU time of the API process, all its threads, from
-the first request to the last event: HTTP, validation, sampling parameters, tokens to text and events are in it; client, engine
+event of its own; the benchmark fails where one is not. It counts the CPU time of the API process, all its threads, from the first
+request to the last event: HTTP, validation, sampling parameters, tokens to text and events are in it; client, engine
 and Redis are not.
 
 DIR holds `vllm/` (a venv with vLLM's CPU build) and `models/smollm2-hf`, then the default MODEL. Without it headrace runs alone.

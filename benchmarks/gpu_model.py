@@ -122,7 +122,7 @@ def _recorded_logits(runner: ModelRunner) -> Iterator[list[torch.Tensor]]:
 
 
 def _twins() -> Any:
-    """What runs where Triton is not installed."""
+    """Use the kernels' plain-torch twins, as where Triton is not installed."""
     return mock.patch.object(kernel_device, "accelerated", lambda operation, function: getattr(reference, function))
 
 

@@ -160,7 +160,7 @@ def _step(engine: str, step: gpu_model.StepTime) -> Event:
 
 
 def _run(units: Units, name: str, tell: Callable[[Event], None]) -> bool:
-    """Whether the device is still good for more."""
+    """Run a part. Returns whether the device can still run others."""
     tell({"event": "begin", "unit": name})
     torch.manual_seed(0)
     try:

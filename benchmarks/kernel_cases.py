@@ -1,5 +1,5 @@
-"""Examples of every operation of `kernels` on any device: its plain-torch twin, what torch itself has for it, and what it must
-read, write and multiply at least.
+"""Examples of every operation of `kernels` on any device: its plain-torch twin, torch's own function for it, and the bytes and
+FLOPs that it needs at least.
 
 Bytes count each tensor once, as if caches were perfect; FLOPs are those of matrix products and attention alone, whose rest is free.
 """
@@ -63,7 +63,7 @@ TINY = Sizes(64, 48, 4, 2, 16, 300, group=32, num_experts=3)
 
 @dataclass
 class Trial:
-    """One call, ready to be made. `changed` are the places of arguments that it changes."""
+    """One prepared call. `changed`: indices of the arguments that it changes."""
 
     function: Callable[..., Any]
     twin: Callable[..., Any]
@@ -80,14 +80,14 @@ class Trial:
         self.function(*self.arguments)
 
     def restore(self) -> Callable[[], object] | None:
-        """What brings changed arguments back to what they are now, where a run needs that."""
+        """A function that restores the arguments which a run changes. None: runs may follow each other without."""
         if not self.once:
             return None
         kept = [(self.arguments[i], self.arguments[i].clone()) for i in self.changed]
         return lambda: [x.copy_(old) for x, old in kept]
 
     def difference(self) -> float:
-        """Between the call's and the twin's results."""
+        """The largest difference between the results of the call and of its twin."""
         found, expected = (self._results(function) for function in (self.function, self.twin))
         return (self.differs or largest_difference)(found, expected)
 
@@ -129,7 +129,7 @@ def largest_difference(found: list[torch.Tensor], expected: list[torch.Tensor]) 
 
 
 def _kept_differ(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """0 where both filters keep the same tokens, save FEW a row; 1 else, or where one that is kept has changed."""
+    """0 if both filters keep the same tokens, except FEW in a row, with the same logits; else 1."""
     (x,), (y,) = found, expected
     kept = x.isfinite() & y.isfinite()
     differing = (x.isfinite() != y.isfinite()).sum(1)
@@ -149,7 +149,7 @@ def _num_bytes(*tensors: torch.Tensor) -> int:
 
 
 def _caches(num_blocks: int, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """As gpu.kv_cache lays them out."""
+    """Caches in the layout of `gpu.models.kv_cache`."""
     shape = (num_blocks, sizes.num_kv_heads, BLOCK, sizes.head_dim)
     values = _random(*shape, dtype=dtype, device=device)
     keys = _random(*shape, dtype=dtype, device=device).transpose(2, 3)
@@ -160,7 +160,7 @@ def _attention(
     device: torch.device, sizes: Sizes, dtype: torch.dtype, cache_dtype: torch.dtype, contexts: list[int], query_lens: list[int],
     window: int = 0, soft_cap: float = 0.0,
 ) -> Trial:  # fmt: skip
-    """Blocks of requests are scattered over the cache."""
+    """Attention of requests whose blocks are scattered over the cache."""
     needed = [-(-length // BLOCK) for length in contexts]
     order = (1 + torch.randperm(sum(needed))).to(torch.int32)
     tables = torch.zeros(len(contexts), max(needed), dtype=torch.int32)
@@ -201,7 +201,7 @@ def _angles(sizes: Sizes, device: torch.device) -> torch.Tensor:
 
 
 def _places(num_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions, and slots all over a cache of num_tokens slots and one block more, every seventh of them none."""
+    """Positions, and slots scattered over a cache of num_tokens slots and one block. Every seventh token has no slot."""
     slots = torch.randperm(num_tokens) + BLOCK
     slots[6::7] = -1
     return torch.randint(0, MAX_POSITIONS, (num_tokens,)).to(device), slots.to(device)
@@ -217,7 +217,7 @@ def _rope_kv_write(device: torch.device, sizes: Sizes, dtype: torch.dtype, cache
     queries = heads[:, : sizes.num_heads]
 
     def differs(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-        """Of queries and caches: whether keys are turned in place too differs between devices."""
+        """Compares queries and caches only: some devices also turn the keys in place."""
         return largest_difference(*([x[0][:, : sizes.num_heads], *x[1:]] for x in (found, expected)))
 
     return Trial(
@@ -250,7 +250,7 @@ def _rms_norm(device: torch.device, sizes: Sizes, dtype: torch.dtype, num_tokens
 
 
 def _head_norm(device: torch.device, sizes: Sizes, dtype: torch.dtype, num_tokens: int) -> Trial:
-    """Of the query heads in a fused projection, as in Qwen3."""
+    """The norm of the query heads in a fused projection, as in Qwen3."""
     heads = _random(num_tokens, sizes.num_heads + 2 * sizes.num_kv_heads, sizes.head_dim, dtype=dtype, device=device)
     x, weight = heads[:, : sizes.num_heads], _random(sizes.head_dim, dtype=dtype, device=device)
     return Trial(rms_norm, reference.rms_norm, (x, weight, 1e-5), 2 * _num_bytes(x))
@@ -373,7 +373,7 @@ def _logprobs(device: torch.device, sizes: Sizes, rows: int) -> Trial:
 
 
 def _steps(sizes: Sizes, dtype: torch.dtype, cache_dtype: torch.dtype, num_tokens: int) -> Iterator[Case]:
-    """What a layer computes of so many tokens, whosever they are."""
+    """The operations of a layer that do not depend on the requests of its tokens."""
     name = f"{num_tokens} tokens"
 
     def case(operation: str, make: Callable[..., Trial], tolerances: dict[torch.dtype, float] = TOLERANCE, *more: Any) -> Case:
@@ -424,7 +424,7 @@ def _attention_case(name: str, sizes: Sizes, dtype: torch.dtype, cache_dtype: to
 
 
 def checks(sizes: Sizes, dtype: torch.dtype, float8: bool) -> Iterator[Case]:
-    """Against the twins: shapes that fill no tile, and some that do. Sampling, which is float32 always, is checked with float32."""
+    """Cases to compare with the twins: shapes that fill no tile, and some that do. Sampling is always float32."""
     contexts, query_lens = [1, 17, 600, 1337, 64, 90], [1, 1, 1, 37, 64, 1]
     if sizes is TINY:
         contexts, query_lens = [1, 33, 20, 40], [1, 1, 20, 7]
@@ -449,7 +449,7 @@ def checks(sizes: Sizes, dtype: torch.dtype, float8: bool) -> Iterator[Case]:
 
 
 def cpu_products(sizes: Sizes, batches: list[int]) -> Iterator[Case]:
-    """By the CPU's own kernels for 16-bit weights and for blocks of 8 bits."""
+    """Products by the CPU's kernels for 16-bit weights and for blocks of 8 bits."""
     for dtype, quantization in (("float16", "none"), ("bfloat16", "none"), ("float16", "int8")):
         numerics = Numerics.choose(dtype, quantization, torch.device("cpu"))
         for rows in batches:
@@ -460,7 +460,7 @@ def cpu_products(sizes: Sizes, batches: list[int]) -> Iterator[Case]:
 def timings(
     sizes: Sizes, dtype: torch.dtype, cache_dtype: torch.dtype, batches: list[int], context: int, prompt: int, float8: bool
 ) -> Iterator[Case]:
-    """Of decodes at `context` tokens in each batch size, and of a prompt."""
+    """Cases to time: decodes at `context` tokens in each batch size, and a prompt."""
     for batch in batches:
         name = f"{batch} decodes at {context}"
         yield _attention_case(name, sizes, dtype, cache_dtype, [context] * batch, [1] * batch)

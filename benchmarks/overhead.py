@@ -86,7 +86,7 @@ def embedded_valkey() -> Iterator[str]:
 
 @contextlib.contextmanager
 def role(*arguments: object) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of this module that has said that it is ready; told to end by SIGTERM, and waited for."""
+    """A process of this module, once it is ready. SIGTERM ends it when the context does."""
     command = [sys.executable, "-m", "benchmarks.overhead", *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
@@ -157,7 +157,7 @@ def measure_parts(url: str, size: int, num_steps: int) -> dict[str, float]:
 
 
 def one_step(core: EngineCore, bus: Bus, publisher: Publisher) -> tuple[dict[str, float], int]:
-    """(Seconds by part, rows that sampled): what loop, executor, worker and publisher do in turn."""
+    """One step by loop, executor, worker and publisher in turn. Returns (seconds by part, rows that sampled)."""
     watch = _Stopwatch()
     plan = core.scheduler.schedule(time.time())
     watch.lap("schedule")

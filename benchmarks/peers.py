@@ -57,7 +57,7 @@ Runs = dict[str, dict[str, list[dict[str, Any]]]]  # load -> server -> its runs
 
 
 def seed_of(work: str, number: int) -> int:
-    """Of the prompts of a load in a round: the same for every server, and no other load's or round's."""
+    """The seed of a load's prompts in a round: the same for all servers, and used by no other load or round."""
     return 1000 * list(LOADS).index(work) + number
 
 
@@ -110,7 +110,7 @@ class Sitting:
 
 
 def rates_of(model: Path, options: str) -> dict[str, Any]:
-    """What `benchmarks.rates` finds, in a process of its own, for the numeric class that these options of headrace choose."""
+    """The result of `benchmarks.rates`, run in its own process, for the numeric class that these options of headrace choose."""
     given, _ = numeric_options().parse_known_args(shlex.split(options))
     chosen = [f"--{name}={value}" for name, value in vars(given).items() if value is not None]
     command = [sys.executable, "-m", "benchmarks.rates", str(model), *chosen]
@@ -126,7 +126,7 @@ def numeric_options() -> argparse.ArgumentParser:
 
 
 def machine_of(rates: dict[str, Any], cores: float) -> Machine:
-    """Out of a record of kind `rates`."""
+    """The machine that a record of kind `rates` describes."""
     by_rows = {int(rows): rate for rows, rate in rates["rates"].items()}
     return Machine(by_rows, rates["bandwidth"], rates["shared_bandwidth"], cores)
 
@@ -156,7 +156,7 @@ def compare(work: str, results: dict[str, list[dict[str, Any]]]) -> Table:
 
 
 def best_peer(figure: str, rivals: dict[str, list[dict[str, Any]]]) -> tuple[str, float]:
-    """(name, median)."""
+    """(name, median) of the peer that is best at a figure."""
     medians = {name: median_of(runs, figure) for name, runs in rivals.items()}
     best = (min if figure in LESS_IS_BETTER else max)(medians, key=medians.__getitem__)
     return best, medians[best]

@@ -34,7 +34,7 @@ HALVES = ("float16", "bfloat16")
 
 
 def numeric_classes() -> dict[str, dict[str, str]]:
-    """Name -> options: the types of weights, and every quantization that there is with its own type of KV."""
+    """Name -> options: each type of weights, and each quantization with its own type of KV."""
     (quantization,) = (field for field in dataclasses.fields(ModelConfig) if field.name == "quantization")
     return {
         EXACT: {"dtype": "float32", "quantization": "none"},
@@ -62,7 +62,7 @@ class Score:
 
 
 def score(model: str, token_ids: list[int], options: dict[str, Any], window: int = WINDOW, num_threads: int = 1) -> Score:
-    """Of the text under one class, by the engine itself: its scheduler, cache and kernels. A window is one step."""
+    """Score the text in one class by the engine itself: its scheduler, cache and kernels. A window is one step."""
     windows = [token_ids[begin : begin + window] for begin in range(0, len(token_ids), window)]
     blocks = 2 * (window // 16 + 2)
     engine = {

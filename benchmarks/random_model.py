@@ -3,7 +3,7 @@
     python -m benchmarks.random_model DIR
 
 DIR is described in `benchmarks.served`. It gets models/random-1b.f16.gguf and, by llama.cpp's quantizer,
-models/random-1b.q4_k_m.gguf. A seed makes the weights, so that they are the same everywhere. What the model says is noise.
+models/random-1b.q4_k_m.gguf. A seed makes the weights, so that they are the same everywhere. The model's output is noise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Shape:
     head_dim: int = 64
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Of a layer, by llama.cpp's names: (out_features, in_features)."""
+        """The matrices of a layer: llama.cpp's name -> (out_features, in_features)."""
         query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "attn_q": (query, self.hidden),

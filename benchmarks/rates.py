@@ -37,7 +37,7 @@ def load_alone(config: ModelConfig) -> ModelRunner:
 
 
 def count_bytes(model: CausalLM) -> int:
-    """Of the matrices that a step reads: the layers' and the head's."""
+    """Bytes of the matrices that a step reads: the layers' and the head's."""
     layers = [
         linear
         for layer in model.layers
@@ -47,7 +47,7 @@ def count_bytes(model: CausalLM) -> int:
 
 
 def measure_rates(runner: ModelRunner, rows: Sequence[int]) -> dict[int, float]:
-    """By rows, the best of several rounds, so that what disturbs one moment spoils none."""
+    """Rates by number of rows, each the best of several rounds, so that a disturbed moment spoils none."""
     rounds = [{num_rows: measure_rate(runner, num_rows, 10) for num_rows in rows} for _ in range(5)]
     return {num_rows: max(each[num_rows] for each in rounds) for num_rows in rows}
 

@@ -1,4 +1,4 @@
-"""Results of a sitting, one JSON object a line, each written as soon as it is known: what is interrupted can go on."""
+"""Results of a sitting, one JSON object a line, each written at once, so that an interrupted sitting can continue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def append(path: Path, record: dict[str, Any]) -> None:
 
 
 def read(path: Path, kind: str) -> list[dict[str, Any]]:
-    """The records of a kind, in the order written; none where there is no file. What was cut off in writing is left out."""
+    """The records of a kind, in the order written; none if there is no file. A line that was cut off is left out."""
     found: list[dict[str, Any]] = []
     if path.exists():
         for line in path.read_text().splitlines():

@@ -244,7 +244,7 @@ def put_under(load: Load, server: Server, at: Running, tokenizer: Path, generato
 
 
 def figures(load: Load, run: dict[str, Any]) -> dict[str, float]:
-    """Out of the generator's detailed results."""
+    """The figures that the generator's detailed results give."""
     tpots = [1e3 * sum(gaps) / (load.output - 1) for gaps in run["itls"]]
     made = load.requests * load.output
     return {

@@ -54,7 +54,7 @@ def _forget(package: str) -> None:
 
 
 class _Absent(MagicMock):
-    """Something of a package that is not there: takes part in whatever a module does with it at import, decorators among it."""
+    """A name of an absent package. A module may use it in any way at import, also as a decorator."""
 
     callable_now = True
 

@@ -57,7 +57,7 @@ class Start:
 
 
 def role_of(command: list[str]) -> str | None:
-    """None: a process that has not become what it will be."""
+    """The role of a process by its command line. None: it is about to run another program."""
     line = " ".join(command)
     return next((role for part, role in ROLES.items() if part in line), None)
 
@@ -89,7 +89,7 @@ def start(model: Path, options: str) -> Start:
 
 
 def _watch(root: psutil.Process, url: str, began: float, log: str) -> dict[int, Process]:
-    """Looks until the server answers. The socket listens long before: a question waits for its answer in another thread."""
+    """Watch the processes until the server answers. The socket listens long before, so another thread waits for the answer."""
     found: dict[int, Process] = {}
     with ThreadPoolExecutor(1) as asking:
         answered = asking.submit(_ask, root, url, began)

@@ -56,7 +56,7 @@ class Model(Driver):
         return count_step(self.runner.model.config, load.num_tokens, load.num_sampled, load.context, count_bytes(self.runner.model))
 
     def machine(self, num_rows: int, bandwidth: float, shared_bandwidth: float) -> Machine:
-        """What the model's threads can do together: the rate is that of one of them, with products of so many rows."""
+        """The joint speed of the model's threads, from the rate of one thread at products of this many rows."""
         torch.set_num_threads(1)  # more than two are left inside operations
         rate = measure_rate(self.runner, num_rows)
         return Machine({num_rows: rate}, bandwidth, shared_bandwidth, min(self.threads, available_cores()))
@@ -64,7 +64,7 @@ class Model(Driver):
 
 @dataclass(frozen=True)
 class Load:
-    """What is measured step after step."""
+    """One load, measured step by step."""
 
     name: str
     num_tokens: int  # of a step

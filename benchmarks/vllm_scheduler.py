@@ -30,7 +30,7 @@ BLOCK_SIZE, NUM_BLOCKS = 16, 40_000
 
 
 def accepted(function: Any, **arguments: Any) -> dict[str, Any]:
-    """Those of the arguments that this version's signature has."""
+    """The arguments that the signature of this version of vLLM has."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in known}
 

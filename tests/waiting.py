@@ -16,7 +16,7 @@ PAUSE = 0.01  # between two looks
 
 
 def wait_for(look: Callable[[], T], what: What, seconds: float = SECONDS, pause: float = PAUSE) -> T:
-    """What `look()` returns, once that is true. The test fails after `seconds` without it; `what` is what did not happen."""
+    """The first true result of `look()`. The test fails when there is none within `seconds`, and its message names `what`."""
     deadline = time.monotonic() + seconds
     while not (seen := look()):
         if time.monotonic() > deadline:

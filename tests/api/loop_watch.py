@@ -1,4 +1,4 @@
-"""How long an API server leaves everybody waiting: `/live` is asked again and again while something else goes on.
+"""How long an API server's event loop is busy: a client asks `/live` again and again while the test sends something else.
 
 A process of its own asks (`python -m tests.api.loop_watch URL`), so that what the test does meanwhile is not measured.
 """
@@ -30,7 +30,7 @@ class Waiting:
 
 
 class LoopWatch:
-    """What the machine adds is measured in the same moments and taken off: a bare sleep that is late tells that there was no core
+    """Delays of the machine are measured at the same time and taken off: a sleep that ends late shows that there was no core
     for the asking process, and so perhaps none for the server."""
 
     def __init__(self, url: str) -> None:

@@ -1,4 +1,4 @@
-"""Requests whose size, or whose demands, would keep everybody else waiting. `/live` is asked while they are read."""
+"""Requests so large that other clients could have to wait. A client asks `/live` while the server reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests made up from the OpenAPI document: whatever comes, no 5xx, and errors of OpenAI's shape."""
+"""Requests made up from the OpenAPI document: none gets a 5xx, and all errors have OpenAI's form."""
 
 from __future__ import annotations
 

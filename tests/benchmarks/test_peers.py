@@ -1,4 +1,4 @@
-"""What peers and scaling make of runs: cores taken, figures, ratios to the best peer, bounds, and where a sitting goes on."""
+"""How peers and scaling evaluate runs: cores taken, figures, ratios to the best peer, bounds, and continued sittings."""
 
 import argparse
 import contextlib

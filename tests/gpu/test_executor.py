@@ -117,7 +117,7 @@ def _is_unwell(executor: Executor) -> bool:
 
 
 def _is_gone(pid: int) -> bool:
-    """Also when no process reaps it: the parent of these tests' orphans may be a process that does not."""
+    """A zombie counts as gone: the process that inherits the tests' orphans may not reap them."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -241,7 +241,7 @@ def test_kill_while_loading(make_executor: StartExecutor, null_settings: Callabl
 
 
 def test_shutdown_while_loading(make_executor: StartExecutor, null_settings: Callable[[str], None]) -> None:
-    """From another thread, as a signal's handler would have it; the load is not waited for."""
+    """Another thread calls it, as a signal handler would; it does not wait for the load."""
     null_settings("load_seconds=60")
     executor = make_executor("mp", 2)
     errors: list[BaseException] = []

@@ -108,7 +108,7 @@ class Serving:
         return only
 
     def headrace(self, *arguments: str) -> Any:
-        """What a command answers, read as JSON."""
+        """The JSON that a command prints."""
         command = [*HEADRACE, *arguments, "--json"]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, done.stderr
@@ -120,7 +120,7 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(*arguments: str, data_dir: Path, ready: bool = True, **variables: str) -> Iterator[Serving]:
-    """Port 0 unless the arguments say otherwise. Whatever the test did to it, no process is left."""
+    """The port is 0 unless the arguments have another. At the end no process is left, even after the test killed some."""
     if "--port" not in arguments:
         arguments = (*arguments, "--port", "0")
     server = Serving(arguments, data_dir, **variables)

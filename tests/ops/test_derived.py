@@ -1,4 +1,4 @@
-"""What `serve` tells of values that its engines settled."""
+"""`serve` shows the values that its engines chose."""
 
 from __future__ import annotations
 

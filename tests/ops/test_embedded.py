@@ -1,4 +1,4 @@
-"""The embedded Valkey: its data outlives it, nobody else gets at it, two never share a directory, leftovers are dealt with."""
+"""The embedded Valkey: its data outlives it, other users cannot read it, two never share a directory, leftovers are removed."""
 
 from __future__ import annotations
 

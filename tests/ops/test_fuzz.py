@@ -1,4 +1,4 @@
-"""Whatever a request's fields are, it ends only itself: extremes against the real model behind `serve`."""
+"""A request with extreme fields ends at most itself: against the real model behind `serve`."""
 
 from __future__ import annotations
 

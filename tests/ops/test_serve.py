@@ -34,14 +34,14 @@ def null_model(smollm2_gguf: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def calm_server(null_model: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """For tests that leave it as it was."""
+    """A server for tests that leave it unchanged."""
     with serving(*null_model, data_dir=tmp_path_factory.mktemp("calm"), **SLOW_STEPS) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def battered_server(null_model: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """For tests that kill parts of it. It replaces them, and stops in order after all that."""
+    """A server for tests that kill parts of it. It replaces them, and stops in order afterwards."""
     with serving(*null_model, data_dir=tmp_path_factory.mktemp("battered"), **SLOW_STEPS) as server:
         yield server
         assert server.stop() == 0

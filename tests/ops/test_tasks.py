@@ -1,4 +1,4 @@
-"""Maintenance by real Celery workers: what the dead leave behind is ended, and everything is counted once, whoever is killed."""
+"""Maintenance by real Celery workers: requests of dead processes end, and each is counted once, whichever process is killed."""
 
 from __future__ import annotations
 

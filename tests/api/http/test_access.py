@@ -114,7 +114,7 @@ async def test_comments_keep_a_silent_stream_alive(slow_server: LiveServer) -> N
 
 @pytest.mark.parametrize(("key", "status"), [("key-a", 503), ("wrong", 401)])
 async def test_answers_name_the_allowed_origin_of_a_page(key: str, status: int) -> None:
-    """Before a request, and whatever comes of it: here Redis was never reached."""
+    """A preflight and an answer name the origin, also an error: here Redis was never reached."""
     app = create_app(ApiConfig(allowed_origins=["http://page"], api_key=["alice=key-a"]), RedisConfig())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         asked = {

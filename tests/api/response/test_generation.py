@@ -1,4 +1,4 @@
-"""A generation between its streams and its sink: every choice ends once, and so does the whole, whatever happens on either side."""
+"""A generation between its streams and its sink: each choice ends once, and so does the whole, also when either side fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/requests: who sees what, and aborts that answer when they are done."""
+"""/v1/requests: the requests that a key may see, and aborts that answer when the request has ended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def client(server: LiveServer, who: str) -> httpx.AsyncClient:
 async def running(
     server: LiveServer, who: str, request_id: str, **fields: Any
 ) -> AsyncIterator[tuple[str, asyncio.Task[list[str]]]]:
-    """A stream of `who` that has begun; its internal id, and a task that reads it to its end."""
+    """A stream of the tenant `who` that has begun: its internal id, and a task that reads it to its end."""
     async with client(server, who) as http:
         body = {**LONG, "stream": True, **fields}
         async with http.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": request_id}) as answer:

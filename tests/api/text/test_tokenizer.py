@@ -1,4 +1,4 @@
-"""What is known of a text's tokens before it is tokenized, and who goes on meanwhile."""
+"""The tokenizer: the least number of tokens of a text, threads beside it, and guarded special tokens."""
 
 from __future__ import annotations
 

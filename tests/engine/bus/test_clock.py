@@ -1,4 +1,4 @@
-"""One clock for all: Redis', whatever the machines around it believe."""
+"""All times are by Redis' clock, whatever the clocks of other machines show."""
 
 from __future__ import annotations
 

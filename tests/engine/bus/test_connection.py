@@ -127,7 +127,7 @@ def test_a_wrong_password_is_said_at_once(own_server: RedisServer) -> None:
 
 
 async def expect(trouble: Trouble, bus: Bus, abus: AsyncBus) -> None:
-    """Whatever is called: a script, a plain command, a transaction; each says what is wrong."""
+    """A script, a plain command and a transaction all fail with this trouble."""
     for call in (accepts(0), put("h"), leases.release_api("nobody")):
         if trouble is Trouble.MEMORY and call.transaction:
             continue  # it deletes

@@ -1,4 +1,4 @@
-"""Keys: one hash tag a model, whatever it is called, and one key a meaning."""
+"""Keys: each model has one hash tag, whatever its name, and each meaning one key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = ["smollm2", "org/model:latest", "{braces}", "a}b", "%7Bodd", "", "Größ
 
 
 def every_key(model: str) -> dict[str, str]:
-    """Each function of the module that makes a key of the model, with an argument for whatever else it wants."""
+    """The result of each function of the module that makes a key of the model; its other parameters get numbers."""
     made = {}
     for name, function in inspect.getmembers(keys, inspect.isfunction):
         parameters = list(inspect.signature(function).parameters)

@@ -1,4 +1,4 @@
-"""Who may declare death: a watcher that saw the heartbeat missing for a whole time to live, Redis up all the while."""
+"""An observer may declare an engine dead when the heartbeat was missing for a whole time to live, while Redis was up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""enqueue.lua: a list of requests or none of it, whatever is repeated, refused or raced around it."""
+"""enqueue.lua: a list of requests is enqueued whole or not at all, also when senders repeat it or race."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""take.lua and reject.lua: who has a request, through lost answers, races, zombies and trimmed entries; fair shares."""
+"""take.lua and reject.lua: one engine has a request, through lost answers, races, zombies and trimmed entries; fair shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one engine, one message or one record brings must not end the client, which the whole API server stands on."""
+"""No engine, message or record may end the client, because all requests of the API server depend on it."""
 
 from __future__ import annotations
 

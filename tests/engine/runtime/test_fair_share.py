@@ -1,4 +1,4 @@
-"""Several engines on one queue, over a real Redis with the null model: who takes how much of what."""
+"""Several engines share one queue, over a real Redis with the null model: how many requests each takes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.engine.runtime.test_loop import add, expected, make_request, settled
 
 @pytest.fixture(autouse=True)
 def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that nothing ends before everything has been taken."""
+    """Steps take so long that no request ends before all have been taken."""
     monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
 
 
 async def run(client: AsyncClient, count: int, max_tokens: int = 100, prompt: int = 20) -> Counter[str]:
-    """So many requests at once, to their ends: slot -> how many ran there."""
+    """Run requests at once, to their ends. Returns slot -> how many of them ran there."""
     alike = [make_request(client, prompt=prompt, max_tokens=max_tokens) for _ in range(count)]
     requests = [msgspec.structs.replace(each, cache_salt=each.request_id) for each in alike]  # no two share blocks
     followers = [follower for request in requests for follower in await add(client, request)]
@@ -64,7 +64,7 @@ async def test_engines_of_different_size_take_all_requests(start_engine: Callabl
 async def test_an_engine_short_of_kv_cache_holds_no_request_back(
     start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four prompts fill its cache. It has seats for all, but what waits goes to who has blocks too."""
+    """Four prompts fill the cache of one engine. It has rows for all, but waiting requests go to the one with blocks."""
     monkeypatch.setattr("engine.bus.transitions.SHARE_TTL", 60.0)
     start_engine(max_num_seqs=64, num_blocks=33)
     start_engine(max_num_seqs=64)

@@ -243,7 +243,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(row=st.integers(0, 5))
     def fail_row(self, row: int) -> None:
-        """Whoever has the row when it is computed next fails."""
+        """The request that has the row when it is computed next fails."""
         self._fail_row(row)
 
     def _fail_row(self, row: int) -> None:
@@ -428,7 +428,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def test_random_loads() -> None:
-    """At least 20,000 steps, and on until the loads have met everything worth meeting."""
+    """At least 20,000 steps, and more until the loads have met each kind of event."""
     machine = SchedulerMachine
 
     def has_met_everything() -> bool:

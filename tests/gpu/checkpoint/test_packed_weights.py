@@ -168,7 +168,7 @@ def test_a_folder_that_cannot_be_used_costs_a_warning_only(tmp_path, caplog):
 
 
 def assert_unlocked(path):
-    """Nobody holds the file's lock: who packs it next need not wait."""
+    """No process holds the file's lock: the next one that packs it need not wait."""
     with path.with_suffix(".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -238,7 +238,7 @@ def test_a_model_computes_the_same_from_the_folder(tmp_path, smollm2_gguf, quant
 
 
 def test_engines_on_one_folder_share_the_memory(tmp_path, smollm2_gguf):
-    """What two processes that have used all weights have of them in memory, each page divided by those who hold it."""
+    """Two processes have used all weights. Their memory is counted with each page divided by the processes that map it."""
     numerics = Numerics.choose("auto", "gguf", CPU)
 
     def hold(ready, release, counted):

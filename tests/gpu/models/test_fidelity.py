@@ -91,7 +91,7 @@ def requests(prompts):
 
 @pytest.fixture(scope="module")
 def alone(requests, runner):
-    """Of the first requests, run one after the other: (tokens, gaps between the two best candidates) each."""
+    """(tokens, gaps between the two best candidates) of each of the first requests, run one after the other."""
     results = []
     for prompt, sampling in requests[:NUM_ALONE]:
         driver = Driver(runner)

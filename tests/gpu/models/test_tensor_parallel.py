@@ -45,7 +45,7 @@ def run_rank(rank: int, size: int, store: str, answers: Connection, cases: list[
 
 
 def run_ranks(size: int, tmp_path: Path, cases: list[Case]) -> list[list[Result]]:
-    """By rank, then by case; the processes serve all cases, because starting them is what takes the time."""
+    """Results by rank, then by case. The processes serve all cases, because starting them takes most of the time."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(size):

@@ -1,4 +1,4 @@
-"""Cores lent between engines: who is alone has all, who is not has one, and the dead hold none."""
+"""Engines lend each other cores: an engine that is alone has all, each of several busy ones has one, and a dead one has none."""
 
 import errno
 import fcntl

@@ -20,7 +20,7 @@ def on_device(case, device):
 
 
 def expected(case, scale, window, soft_cap):
-    """In float32; the reference multiplies what it masks by zero, so the case's NaN, of slots that belong to nobody, become 0."""
+    """In float32; the reference multiplies what it masks by zero, so the case's NaN, in slots of no request, become 0."""
     wide = [torch.nan_to_num(x.float()) if x.is_floating_point() else x for x in case]
     return reference.paged_attention(*wide, scale, window, soft_cap)
 

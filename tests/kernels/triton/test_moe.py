@@ -1,4 +1,4 @@
-"""Mixture of experts: the sort by expert, and the whole against its twin, with experts that nobody chose and ones that all did."""
+"""Mixture of experts: the sort by expert, and the whole against its twin, with experts that no token or every token chose."""
 
 import pytest
 import torch
