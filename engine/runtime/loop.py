@@ -106,6 +106,7 @@ class EngineLoop:
             wait = False
             if isinstance(item, Arrival):
                 self._admit(item, events)
+                self.intake.num_admitted += 1  # once the scheduler counts it: it is either here or on its way, at any time
             elif item is not None:
                 self._obey(item, events)
         self.core.executor.check_health()
@@ -113,7 +114,6 @@ class EngineLoop:
             self.publisher.put(events)
 
     def _admit(self, arrival: Arrival, events: StepEvents) -> None:
-        self.intake.num_admitted += 1
         source = arrival.source
         if self.held.get(source.request_id) is not None:  # a take sent twice may give its entries twice: they are one request
             logger.warning("request %s is held already", source.request_id)

@@ -64,7 +64,8 @@ async def test_engines_of_different_size_take_all_requests(start_engine: Callabl
 async def test_an_engine_short_of_kv_cache_holds_no_request_back(
     start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four prompts fill the cache of one engine. It has rows for all, but waiting requests go to the one with blocks."""
+    """One engine's cache takes four prompts and a part of the fifth. Four more wait in its line before it knows. It has rows for
+    all, but the other requests go to the engine with blocks."""
     monkeypatch.setattr("engine.bus.transitions.SHARE_TTL", 60.0)
     start_engine(max_num_seqs=64, num_blocks=33)
     start_engine(max_num_seqs=64)

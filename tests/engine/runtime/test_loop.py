@@ -31,6 +31,8 @@ from engine.protocol import (
 )
 from engine.runtime.intake import Arrival
 from engine.runtime.loop import IDLE_SECONDS
+from engine.scheduling.request import Request
+from engine.scheduling.scheduler import LOOKAHEAD
 from gpu.null import null_tokens
 from gpu.plan import SamplingParams, child_seed
 from tests.engine.conftest import MODEL, RunningEngine
@@ -66,6 +68,20 @@ async def add(
     for follower, stream in zip(followers, streams, strict=True):
         follower.stream = stream
     return followers
+
+
+async def add_long(client: AsyncClient, prompt: int = 20) -> Follower:
+    """A request for 450 tokens, of which the first has come."""
+    (stream,) = await add(client, make_request(client, prompt=prompt, max_tokens=450))
+    await stream.has_tokens()
+    return stream
+
+
+@pytest.fixture
+def slow_engine(start_engine: Callable[..., RunningEngine], monkeypatch: pytest.MonkeyPatch) -> RunningEngine:
+    """A request of `add_long` runs on it for 9 seconds: it is there whatever comes meanwhile."""
+    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
+    return start_engine()
 
 
 def expected(request: EngineCoreRequest, choice: int = 0, prompt: int = 20) -> list[int]:
@@ -120,30 +136,26 @@ async def test_logprobs_and_prompt_logprobs_come_complete(engine: RunningEngine,
     await settled(engine)
 
 
-async def test_abort_of_a_running_request_frees_its_blocks(engine: RunningEngine, client: AsyncClient) -> None:
-    request = make_request(client, max_tokens=450)
-    (stream,) = await add(client, request)
-    await stream.has_tokens()
-    result = await client.abort(MODEL, request.request_id)
+async def test_abort_of_a_running_request_frees_its_blocks(slow_engine: RunningEngine, client: AsyncClient) -> None:
+    stream = await add_long(client)
+    result = await client.abort(MODEL, stream.request_id)
     assert result.found and result.state == "ended" and 0 < result.num_tokens < 450
-    assert engine.core.stats().num_free_blocks == engine.core.limits.num_blocks - 1
+    assert slow_engine.core.stats().num_free_blocks == slow_engine.core.limits.num_blocks - 1
     _, ends = await stream.whole()
     assert (ends[0].reason, ends[0].num_tokens) == (FinishReason.ABORT, result.num_tokens)
-    again = await client.abort(MODEL, request.request_id)
+    again = await client.abort(MODEL, stream.request_id)
     assert again.found and again.num_tokens == result.num_tokens
-    await settled(engine)
+    await settled(slow_engine)
 
 
-async def test_a_running_record_tells_what_the_prefix_cache_gave(engine: RunningEngine, client: AsyncClient) -> None:
+async def test_a_running_record_tells_what_the_prefix_cache_gave(slow_engine: RunningEngine, client: AsyncClient) -> None:
     (first,) = await add(client, make_request(client, prompt=40))
     await first.whole()
-    request = make_request(client, prompt=40, max_tokens=450)
-    (stream,) = await add(client, request)
-    await stream.has_tokens()
-    record = await client.record(MODEL, request.request_id)
+    stream = await add_long(client, prompt=40)
+    record = await client.record(MODEL, stream.request_id)
     assert record is not None and (record.state, record.cached_tokens) == ("running", 32)  # whole blocks
     stream.abort()
-    await settled(engine)
+    await settled(slow_engine)
 
 
 async def test_a_client_that_leaves_frees_the_engine(engine: RunningEngine, client: AsyncClient) -> None:
@@ -202,19 +214,13 @@ async def test_a_row_that_fails_ends_alone_though_the_next_step_is_planned(
     assert engine.error is None
 
 
-async def test_live_records_count_the_tokens_of_running_requests(
-    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
-    engine = start_engine()
-    request = make_request(client, max_tokens=450)
-    (stream,) = await add(client, request)
-    await stream.has_tokens()
-    seen = await wait_for_async(lambda: engine.bus.run(records.live_requests(MODEL))[0].output_tokens, "progress in the list")
+async def test_live_records_count_the_tokens_of_running_requests(slow_engine: RunningEngine, client: AsyncClient) -> None:
+    stream = await add_long(client)
+    seen = await wait_for_async(lambda: slow_engine.bus.run(records.live_requests(MODEL))[0].output_tokens, "progress in the list")
     assert 0 < seen <= 450
-    assert engine.bus.run(records.find(MODEL, "mine"))[0].output_tokens >= seen
+    assert slow_engine.bus.run(records.find(MODEL, "mine"))[0].output_tokens >= seen
     stream.abort()
-    await settled(engine)
+    await settled(slow_engine)
 
 
 async def test_a_stop_string_cuts_the_output(engine: RunningEngine, client: AsyncClient) -> None:
@@ -263,16 +269,14 @@ async def test_an_unreadable_message_is_repaired_like_a_lost_one(
     await settled(engine)
 
 
-async def test_a_cut_subscription_is_healed(engine: RunningEngine, client: AsyncClient) -> None:
-    request = make_request(client, max_tokens=450)
-    (stream,) = await add(client, request)
-    await stream.has_tokens()
-    connections = engine.bus._client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+async def test_a_cut_subscription_is_healed(slow_engine: RunningEngine, client: AsyncClient) -> None:
+    stream = await add_long(client)
+    connections = slow_engine.bus._client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
     assert connections >= 1
     async with asyncio.timeout(30):
         await stream.has_tokens(stream.num_tokens + 1)
         stream.abort()
-    await settled(engine)
+    await settled(slow_engine)
 
 
 async def test_a_request_on_its_way_is_not_given_up_after_a_cut(engine: RunningEngine, client: AsyncClient) -> None:
@@ -407,6 +411,23 @@ async def test_a_request_taken_twice_runs_once(engine: RunningEngine, client: As
     await settled(engine)
 
 
+async def test_a_request_on_its_way_to_the_scheduler_keeps_its_place(
+    engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The intake looks for room on a thread of its own, also while the loop admits a request."""
+    add_request, rooms = engine.core.add_request, []
+
+    def look_and_add(request: Request) -> None:
+        rooms.append(engine.loop.intake._room()[0])
+        add_request(request)
+
+    monkeypatch.setattr(engine.core, "add_request", look_and_add)
+    (stream,) = await add(client, make_request(client))
+    await stream.whole()
+    assert rooms == [LOOKAHEAD - 1]
+    await settled(engine)
+
+
 async def test_a_gap_in_a_stream_that_the_same_message_ends_is_ignored(engine: RunningEngine, client: AsyncClient) -> None:
     """Prompt logprobs are missing, and before they can be asked for the engine ends the request with an error."""
     request = make_request(client, prompt=40, prompt_logprobs=0)
@@ -461,89 +482,70 @@ async def test_waiting_requests_run_by_priority(start_engine: Callable[..., Runn
     await settled(engine)
 
 
-async def test_a_hung_engine_is_fenced_and_its_requests_end(engine: RunningEngine, client: AsyncClient) -> None:
+async def test_a_hung_engine_is_fenced_and_its_requests_end(slow_engine: RunningEngine, client: AsyncClient) -> None:
     """Its slot is taken from it while it runs, as after a stop that outlasted its time to live."""
-    (stream,) = await add(client, make_request(client, max_tokens=450))
-    await stream.has_tokens()
-    engine.bus.run(leases.release_slot(MODEL, engine.info.slot, engine.info.incarnation))
+    stream = await add_long(client)
+    slow_engine.bus.run(leases.release_slot(MODEL, slow_engine.info.slot, slow_engine.info.incarnation))
     async with asyncio.timeout(10):
         _, ends = await stream.whole()
     assert ends[0].reason == FinishReason.ERROR
-    engine.join()
-    assert isinstance(engine.error, Fenced)
+    slow_engine.join()
+    assert isinstance(slow_engine.error, Fenced)
     record = await client.record(MODEL, stream.request_id)
     assert record is not None and (record.state, record.reason) == ("ended", "error")
 
 
 async def test_an_abort_finds_the_end_in_the_record_when_its_engine_died(
-    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+    slow_engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
-    engine = start_engine()
-    monkeypatch.setattr(engine.loop, "_obey", lambda command, report: None)
-    (stream,) = await add(client, make_request(client, max_tokens=450))
-    await stream.has_tokens()
+    monkeypatch.setattr(slow_engine.loop, "_obey", lambda command, report: None)
+    stream = await add_long(client)
     aborting = asyncio.create_task(client.abort(MODEL, stream.request_id, timeout=60))
-    engine.bus.run(leases.release_slot(MODEL, engine.info.slot, engine.info.incarnation))
+    slow_engine.bus.run(leases.release_slot(MODEL, slow_engine.info.slot, slow_engine.info.incarnation))
     async with asyncio.timeout(10):
         result = await aborting
     assert (result.found, result.state) == (True, "ended")
     assert result.record is not None and result.record.reason == "error"
-    engine.join()
+    slow_engine.join()
 
 
 async def test_an_abort_without_confirmation_is_unconfirmed(
-    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+    slow_engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
-    engine = start_engine()
     with monkeypatch.context() as deaf:
-        deaf.setattr(engine.loop, "_obey", lambda command, report: None)
-        (stream,) = await add(client, make_request(client, max_tokens=450))
-        await stream.has_tokens()
+        deaf.setattr(slow_engine.loop, "_obey", lambda command, report: None)
+        stream = await add_long(client)
         assert (await client.abort(MODEL, stream.request_id, timeout=0.2)).state == "unconfirmed"
     assert (await client.abort(MODEL, stream.request_id)).state == "ended"
-    await settled(engine)
+    await settled(slow_engine)
 
 
-async def test_shutdown_ends_running_requests(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
-    engine = start_engine()
-    (stream,) = await add(client, make_request(client, max_tokens=450))
-    await stream.has_tokens()
-    engine.loop.stop()
+async def test_shutdown_ends_running_requests(slow_engine: RunningEngine, client: AsyncClient) -> None:
+    stream = await add_long(client)
+    slow_engine.loop.stop()
     async with asyncio.timeout(5):
         _, ends = await stream.whole()
     assert (ends[0].reason, ends[0].error) == (FinishReason.ERROR, "The engine was shut down.")
-    engine.join()
-    assert engine.bus.run(leases.engines(MODEL)) == []
-    assert engine.error is None
+    slow_engine.join()
+    assert slow_engine.bus.run(leases.engines(MODEL)) == []
+    assert slow_engine.error is None
 
 
-async def test_a_draining_engine_still_obeys_aborts(
-    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
-    engine = start_engine()
-    (stream,) = await add(client, make_request(client, max_tokens=450))
-    await stream.has_tokens()
-    engine.loop.stop(timeout=60)
+async def test_a_draining_engine_still_obeys_aborts(slow_engine: RunningEngine, client: AsyncClient) -> None:
+    stream = await add_long(client)
+    slow_engine.loop.stop(timeout=60)
     async with asyncio.timeout(10):
         result = await client.abort(MODEL, stream.request_id)
     assert result.state == "ended" and 0 < result.num_tokens < 450
-    engine.join()  # nothing is left to wait for
-    assert engine.error is None
+    slow_engine.join()  # nothing is left to wait for
+    assert slow_engine.error is None
 
 
-async def test_the_second_stop_does_not_wait(
-    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
-    engine = start_engine()
-    (stream,) = await add(client, make_request(client, max_tokens=450))
-    await stream.has_tokens()
-    engine.loop.stop(timeout=60)
-    engine.loop.stop(timeout=60)
-    engine.join()
+async def test_the_second_stop_does_not_wait(slow_engine: RunningEngine, client: AsyncClient) -> None:
+    stream = await add_long(client)
+    slow_engine.loop.stop(timeout=60)
+    slow_engine.loop.stop(timeout=60)
+    slow_engine.join()
     _, (end,) = await stream.whole()
     assert end.reason == FinishReason.ERROR
 
