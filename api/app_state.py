@@ -1,4 +1,4 @@
-"""What one API server process holds: its way to the engines, models, keys, counters. No request's state outlives the request."""
+"""The state of one API server process: its client of the bus, models, keys, counters. No request's state outlives the request."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Service:
 
     @property
     def redis_trouble(self) -> Trouble | None:
-        """What was wrong with Redis the last time it was asked; None: nothing."""
+        """The trouble that the last call to Redis met; None: none."""
         return self._first_trouble if self._client is None else self._client.directory.trouble
 
     async def look(self) -> None:

@@ -187,7 +187,7 @@ def _where(fault: dict[str, Any]) -> str:
 
 
 def _shown(fault: dict[str, Any]) -> str:
-    """The offending value, in part where it is large. Of broken JSON it would be all of the body."""
+    """The offending value, cut if it is large. Empty for broken JSON, where it would be the whole body."""
     if "input" not in fault or fault["type"] == "json_invalid":
         return ""
     return f", input={_shortened(_REPR.repr(fault['input']))}"

@@ -103,7 +103,7 @@ class ServedModels:
                     logger.error("model %s cannot be made ready: %s", handle.name, error)
 
     async def _load(self, client: AsyncClient, handle: ModelHandle) -> ModelFiles:
-        """Once a tokenizer, however many ask for it at the same time. Of failures only that of broken files is kept."""
+        """Read each tokenizer once, however many requests ask for it at the same time. Only the failure of broken files is kept."""
         task = self._files.get(handle.tokenizer)
         if task is None:
             task = self._files[handle.tokenizer] = asyncio.create_task(self._read(client, handle))

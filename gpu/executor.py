@@ -74,7 +74,7 @@ class Executor(ABC):
 
     @classmethod
     def make(cls, config: WorkerConfig) -> Executor:
-        """By `distributed_executor_backend`. Raises UnsupportedConfiguration for `uni` with more than one rank."""
+        """The executor that the configuration names. Raises UnsupportedConfiguration for `uni` with more than one rank."""
         if config.parallel.distributed_executor_backend == "mp":
             return MultiprocExecutor(config)
         if config.parallel.tensor_parallel_size > 1:
@@ -303,7 +303,7 @@ class MultiprocExecutor(Executor):
         return [replies[index] for index in range(num_ranks)]
 
     def _raise_failure(self) -> NoReturn:
-        """For who lost a channel: its cause is known to the watching thread at once, or very soon."""
+        """Raises the failure behind a lost channel. The watching thread knows it at once, or very soon."""
         self._failed.wait(VERDICT_SECONDS + 2 * KILL_SECONDS)
         self.check_health()
         raise WorkerError("a worker closed its channel")

@@ -61,7 +61,7 @@ def _kib(text: str) -> int:
 
 
 def compute_threads(cores: int, replicas: int, ranks: int) -> int:
-    """Of a rank: its part of the cores. One engine leaves a core to the front end, save on two cores, where that takes too little.
+    """Threads of a rank: its part of the cores. One engine leaves a core to the front end, unless there are only two.
 
     On two cores each of two replicas has two threads: a prompt is theirs when the other one decodes, in one thread, or is idle.
     """

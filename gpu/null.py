@@ -212,7 +212,7 @@ class NullRunner:
         return token_id
 
     def _prompt_logprobs(self, row: int, count: int) -> PromptLogprobs | None:
-        """Of the prompt tokens that follow the `count` positions computed now."""
+        """Logprobs of the prompt tokens that follow the `count` positions computed now."""
         wanted = self.sampling[row].prompt_logprobs
         prompt = self.prompts[row]
         first = int(self.num_computed[row]) + 1

@@ -25,7 +25,7 @@ class Numerics:
 
     @classmethod
     def choose(cls, dtype: str, quantization: str, device: torch.device, has_blocks: bool = False) -> Numerics:
-        """For the options --dtype and --quantization. `has_blocks`: the checkpoint has quantized blocks, whole on every rank.
+        """The class for --dtype and --quantization. `has_blocks`: the checkpoint has quantized blocks, whole on every rank.
 
         Raises UnsupportedConfiguration for what `device` does not compute.
         """

@@ -21,7 +21,7 @@ CERTAIN = 0.0  # a time before all others
 
 
 class Trouble(NamedTuple):
-    """Why a rank cannot go on. Of several the least is the cause: the others failed because they missed that rank."""
+    """Why a rank cannot go on. The least of several is the cause: the other ranks failed because they missed that one."""
 
     when: float  # CLOCK_MONOTONIC, or CERTAIN
     text: str

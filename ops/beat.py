@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler(celery.beat.Scheduler):
-    """In memory: a run that was missed needs no making up for."""
+    """Keeps its schedule in memory: a missed run needs no repetition."""
 
     def apply_entry(self, entry: Any, producer: Any = None) -> None:
         try:

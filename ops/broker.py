@@ -20,7 +20,7 @@ PROBE = "headrace:celery:probe"  # a key that is gone at once
 
 
 def install() -> None:
-    """For all connections to a Redis that kombu makes in this process from now on."""
+    """Make kombu use it for all connections to a Redis that this process opens from now on."""
     address = f"{__name__}:{Transport.__name__}"
     kombu.transport.TRANSPORT_ALIASES.update({"redis": address, "rediss": address})
 

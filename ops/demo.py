@@ -29,7 +29,7 @@ class DemoError(CommandError):
 
 
 def fetch_demo(progress: Progress | None = None) -> Path:
-    """Path of the demo model, fetched into the cache by the first call. Of several processes at once one fetches, the rest wait.
+    """Path of the demo model, fetched into the cache by the first call. Of several processes one fetches, and the others wait.
 
     Raises DemoError.
     """

@@ -56,7 +56,7 @@ def _cost(numeric_class: str) -> str:
 
 
 def common_values(by_engine: Sequence[Sequence[Row]]) -> list[tuple[str, list[tuple[int | str, str]]]]:
-    """For each setting the engines' (value, reason): once if all are equal, else one for each engine in their order."""
+    """The engines' (value, reason) for each setting: one if all are equal, else one for each engine in their order."""
     settled = []
     for same in zip(*by_engine, strict=True):
         choices = [(value, reason) for _, value, reason in same]

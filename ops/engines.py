@@ -47,7 +47,7 @@ class Engines:
         self._failure: asyncio.Future[ChildFailed] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
-        """As many as the configuration says, in place of those that were started before."""
+        """Start as many engines as the configuration says, in place of those that were started before."""
         environment = role_environment(self._config, SECTIONS, os.environ, more=("served_model_name",))
         names = numbered("engine", self._config.parallel.data_parallel_size)
         slowest = Slowest(names)

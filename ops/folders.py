@@ -16,7 +16,7 @@ def data_folder(named: str = "") -> Path:
 
 
 def cache_folder() -> Path:
-    """For what can be had again: HEADRACE_CACHE_DIR, or `headrace` under XDG_CACHE_HOME or ~/.cache. Raises SettingError."""
+    """Files that can be made again: HEADRACE_CACHE_DIR, or `headrace` under XDG_CACHE_HOME or ~/.cache. Raises SettingError."""
     if own := os.environ.get("HEADRACE_CACHE_DIR"):
         return _expanded(own)
     return _base("XDG_CACHE_HOME", ".cache", "HEADRACE_CACHE_DIR") / "headrace"

@@ -60,7 +60,7 @@ def _check_certificate(config: ApiConfig) -> None:
 
 
 def _bind_unix(path: str) -> socket.socket:
-    """What an earlier server left at `path` is removed, unless a process still listens there."""
+    """Remove the socket that an earlier server left at `path`, unless a process still listens there."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError), socket.socket(socket.AF_UNIX) as probe:

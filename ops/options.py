@@ -100,7 +100,7 @@ def setting_options(sections: Collection[str], more: Collection[str] = ()) -> Ca
 
 
 def given(values: dict[str, Any]) -> dict[str, Any]:
-    """Of a command's parameters the settings that the command line has a value for, by name."""
+    """The settings that the command line has a value for, by name; `values`: the command's parameters."""
     found: dict[str, Any] = {}
     for name, setting in SETTINGS.items():
         value = values.get(name)

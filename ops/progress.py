@@ -22,7 +22,7 @@ LOGGED_STEP = 0.25  # share of a phase between two log lines
 
 
 class Slowest:
-    """Of several children that load side by side, where the last one is."""
+    """The progress of the slowest of several children that load at the same time."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._reached: dict[str, tuple[int, float]] = dict.fromkeys(names, (0, 0.0))

@@ -1,6 +1,6 @@
 """--redis-url, read once for its two readers: redis-py, which the bus uses, and kombu, which Celery uses.
 
-Both read URLs by rules of their own. So the URL is checked here, and each gets one that leaves nothing to such rules: it is
+Both read URLs by rules of their own. So the URL is checked here, and each reader gets one that both understand alike: it is
 percent-encoded and names host, port, database and certificate checks.
 """
 

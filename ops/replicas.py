@@ -86,7 +86,7 @@ def replicas_by_cores(cores: int) -> int:
 
 
 def _on_gpu(device: str) -> bool:
-    """As a worker will find. torch is asked, in a process of its own, only where there may be a GPU."""
+    """Whether a worker will compute on a GPU. A process of its own asks torch, and only if there may be a GPU."""
     if device != "auto":
         return device == "cuda"
     if not any(Path("/dev", name).exists() for name in GPU_DEVICES):

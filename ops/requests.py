@@ -113,7 +113,7 @@ def find(bus: Bus, request_id: str, model: str | None) -> list[Request]:
 
 
 def to_abort(bus: Bus, request_ids: Sequence[str], model: str | None) -> list[Request]:
-    """Of each id all requests that are live, or the newest where none is."""
+    """All live requests of each id, or the newest one of an id that has none."""
     chosen: dict[str, Request] = {}
     for request_id in request_ids:
         found = find(bus, request_id, model)

@@ -3,7 +3,7 @@
     valkey (unless --redis-url)  <-  engines (their workers)  <-  API servers on one socket
                                  <-  maintenance (Celery with beat)
 
-The roles find their settings in the environment; nothing about them is passed through this process once they run.
+The roles read their settings from the environment. Once they run, they talk to each other through Redis only.
 """
 
 from __future__ import annotations

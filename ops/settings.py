@@ -244,7 +244,7 @@ def role_environment(
 ) -> dict[str, str]:
     """The environment that gives a role's process the values of these sections, and of the settings `more`, and no others.
 
-    Not by its command line: keys would stand in the process list.
+    The command line would show keys in the process list.
     """
     wanted = {setting.name for setting in SETTINGS.values() if setting.section in set(sections)} | set(more)
     settings_of_ours = {FILE_VARIABLE, *(setting.variable for setting in SETTINGS.values())}

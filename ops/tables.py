@@ -22,7 +22,7 @@ def console() -> Console:
 
 
 def show_requests(requests: Sequence[Request], now: float) -> None:
-    """`now`: by Redis' clock, as all times of requests and engines are."""
+    """Print a table of requests. `now`: by Redis' clock, as all times of requests and engines are."""
     if not requests:
         console().print("no requests")
         return

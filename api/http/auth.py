@@ -1,6 +1,6 @@
 """API keys: the tenant that asks, and its rights. Keys are compared in constant time by their SHA-256, and never kept in the clear.
 
-Without keys everybody may do everything, which is why headrace then binds to loopback only (`check_exposure`).
+Without keys every client may do everything, so headrace then binds to loopback only (`check_exposure`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 def media_type(scope: Scope) -> str:
-    """Of the body, in lower case, without parameters; "" where the request does not say."""
+    """The media type of the body, in lower case, without parameters; "" if the request does not name it."""
     return (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
 
 

@@ -1,8 +1,8 @@
 """A route of FastAPI's whose body is parsed once, from its bytes into its model.
 
 FastAPI's own handler makes Python objects of the body, a model of these, and solves dependencies that no endpoint here has. This
-one is for endpoints that take a `body` and the `request`. FastAPI documents them as it does all routes. Of a large body they get
-its head, while the body waits for them in a reader process (`api.preparation`).
+one is for endpoints that take a `body` and the `request`. FastAPI documents them as it does all routes. Instead of a large body
+they get its head, while the body waits for them in a reader process (`api.preparation`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class JsonRoute(APIRoute):
 
 
 async def _raw_body(request: Request) -> bytes:
-    """Not `request.body()`, which would keep it."""
+    """The body. `request.body()` would keep it for as long as the request."""
     return b"".join([piece async for piece in request.stream()]).removeprefix(BYTE_ORDER_MARK)
 
 

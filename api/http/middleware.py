@@ -78,7 +78,7 @@ class _Exchange:
 
     @property
     def num_bytes(self) -> int:
-        """Of the response's body so far."""
+        """Bytes of the response's body so far."""
         return self._num_bytes + (self._writer.num_bytes if self._writer is not None else 0)
 
     async def send(self, message: Message) -> None:

@@ -157,7 +157,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _answering(self) -> list[ResponseWriter]:
-        """Of the requests that came whole, those without a whole response."""
+        """The responses that are not complete, of requests that came whole."""
         return [writer for writer in self._writers if writer.request_received and not writer.complete]
 
     def _look(self) -> None:

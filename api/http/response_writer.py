@@ -97,6 +97,6 @@ class ResponseWriter:
 
 
 def response_writer(scope: Scope) -> ResponseWriter:
-    """Of the response to the request of `scope`. Raises KeyError where another server than ours runs the application."""
+    """The writer of the response to the request of `scope`. Raises KeyError where another server runs the application."""
     writer: ResponseWriter = scope["extensions"][EXTENSION]
     return writer

@@ -136,7 +136,7 @@ class HeldBody:
         self._number = number
 
     async def work(self, function: Callable[..., R], *arguments: Any) -> R:
-        """`function(*arguments)` where the body is; `head` stands for it, and one argument is a ServedModel. Once."""
+        """Run `function(*arguments)` where the body is, once. `head` stands for the body; one argument is a ServedModel."""
         reader, self._reader = self._reader, None
         assert reader is not None, "a body is worked on once"
         return await reader.work(self._number, self.head, function, arguments)
@@ -150,7 +150,7 @@ class HeldBody:
 
 
 class Readers:
-    """At most `count` processes at a time."""
+    """The reader processes, at most `count` at a time."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -246,7 +246,7 @@ def _check_something_may_be_sampled(sampling: SamplingParams, vocab_size: int) -
 
 
 def _leaves_some(allowed: list[int], banned: set[int], vocab_size: int) -> bool:
-    """Of the allowed tokens, or of all where none are named."""
+    """Whether any of the allowed tokens is left, or of all tokens if none are named."""
     return not banned.issuperset(allowed) if allowed else len(banned) < vocab_size
 
 

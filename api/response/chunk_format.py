@@ -176,5 +176,5 @@ class AnswerFormat(ABC):
         return self._generation.usage.as_json(self._usage.details)
 
     def _usage_of(self, index: int, num_tokens: int) -> dict[str, Any]:
-        """Of one choice, with its own prompt's tokens."""
+        """The usage of one choice, with its own prompt's tokens."""
         return Usage(len(self._task.prompts[index // self._task.n].token_ids), num_tokens).as_json()

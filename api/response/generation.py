@@ -75,7 +75,7 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Of all prompts and choices so far."""
+        """The usage of all prompts and choices so far."""
         return Usage(
             sum(len(run.prompt.token_ids) for run in self.runs),
             sum(choice.num_tokens for choice in self.choices),

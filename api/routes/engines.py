@@ -1,4 +1,4 @@
-"""Calls into the engines, for operators: they touch everybody's requests, so they ask for an admin key."""
+"""Calls into the engines, for operators. They affect the requests of all tenants, so they need an admin key."""
 
 from __future__ import annotations
 

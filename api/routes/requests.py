@@ -1,4 +1,4 @@
-"""/v1/requests: list, inspect and cancel requests by id. A key sees its own tenant's, an admin key everybody's.
+"""/v1/requests: list, inspect and cancel requests by id. A key shows its own tenant's, an admin key all.
 
 Cancelling answers when the request's blocks are free, with the tokens made so far. Records hold counts and times, no text.
 """

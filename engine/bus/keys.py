@@ -25,7 +25,7 @@ def _of(model: str, name: str) -> str:
 
 
 def requests(model: str) -> str:
-    """Stream: one entry a request that has not ended, fields `id` and `payload`. Its pending list says who owns each."""
+    """Stream: one entry a request that has not ended, fields `id` and `payload`. Its pending list has the owner of each."""
     return _of(model, "requests")
 
 

@@ -50,7 +50,7 @@ class Line(asyncio.Protocol):
         return await answer
 
     def close(self, error: Exception | None = None) -> None:
-        """Idempotent. `error`: what those who wait are told."""
+        """Idempotent. `error` is raised in the callers that wait."""
         if self.closed:
             return
         self.closed = True

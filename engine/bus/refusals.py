@@ -1,6 +1,6 @@
-"""What an error of redis-py says of Redis: that it cannot serve now, that it never will, or only that a call was wrong.
+"""Interprets an error of redis-py: Redis cannot serve now, it never will, or only the call was wrong.
 
-Everybody who speaks to Redis asks here, so that one state of Redis has one name and one consequence.
+All code that speaks to Redis asks here, so that one state of Redis has one name and one consequence.
 """
 
 from __future__ import annotations

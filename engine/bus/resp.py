@@ -55,7 +55,7 @@ class Answers:
 
 
 def _error(message: str) -> Exception:
-    """As redis-py has it: the first word is gone where it has become a class of its own."""
+    """The error as redis-py makes it: without its first word if that has a class of its own."""
     word, _, rest = message.partition(" ")
     kind = _ERRORS.get(word)
     return ResponseError(message) if kind is None else kind(rest)

@@ -65,7 +65,6 @@ class AsyncClient:
         self._streams: dict[int, RequestStream] = {}
         self._replies = Replies("")
         self._incarnations: dict[str, int] = {}  # engine -> the newest incarnation heard of
-        self._bundles: dict[str, TokenizerBundle] = {}
         self._tasks: set[asyncio.Task[Any]] = set()  # for as long as this client lives
         self._errands: set[asyncio.Task[Any]] = set()  # aborts and repairs that no coroutine awaits
 
@@ -154,12 +153,11 @@ class AsyncClient:
         return self.directory.models
 
     async def tokenizer_bundle(self, model: ModelHandle) -> TokenizerBundle:
-        if model.tokenizer not in self._bundles:
-            bundle = await self._bus.run(get_tokenizer(model.name, model.tokenizer))
-            if bundle is None:
-                raise LookupError(f"The tokenizer of {model.name} is not in Redis.")
-            self._bundles[model.tokenizer] = bundle
-        return self._bundles[model.tokenizer]
+        """The model's tokenizer and chat template, out of Redis. Raises LookupError, BusUnavailable."""
+        bundle = await self._bus.run(get_tokenizer(model.name, model.tokenizer))
+        if bundle is None:
+            raise LookupError(f"The tokenizer of {model.name} is not in Redis.")
+        return bundle
 
     async def record(self, model: str, request_id: str) -> RecordView | None:
         return await self._bus.run(records.record(model, request_id))

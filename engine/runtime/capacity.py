@@ -41,7 +41,7 @@ def step_limits(config: SchedulerConfig, device: str, memory_bytes: int = 0, dev
 
 
 def step_cost(config: SchedulerConfig, capacity: Capacity) -> tuple[StepCost, float]:
-    """What the workers measured of steps, and the longest step in seconds: half a second on a CPU, else none.
+    """The cost of steps that the workers measured, and the longest step in seconds: half a second on a CPU, else no limit.
 
     A configured token budget stands, however long its steps take.
     """

@@ -119,7 +119,7 @@ class HeldRequests:
 
 
 def reason_of(request: Request) -> FinishReason:
-    """Of a request that has ended."""
+    """Why a request has ended."""
     assert request.finish_reason is not None, f"{request} has not ended"
     return request.finish_reason
 

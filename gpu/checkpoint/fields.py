@@ -31,7 +31,7 @@ class Rule(Generic[ValueT]):
 
 
 def integer(least: int, most: int) -> Rule[int]:
-    """From `least` to `most`. Neither true nor 2.0 is an integer."""
+    """An integer from `least` to `most`. Neither true nor 2.0 is one."""
     return Rule(f"an integer from {least:,} to {most:,}", lambda value: type(value) is int and least <= value <= most)
 
 
@@ -46,10 +46,6 @@ def number(least: float, most: float, above: bool = False) -> Rule[float]:
 
 def list_of(rule: Rule[ValueT]) -> Rule[list[ValueT]]:
     return Rule(f"a list, each item {rule.description}", lambda value: type(value) is list and all(map(rule.accepts, value)))
-
-
-def one_of(*values: str) -> Rule[str]:
-    return Rule(f"one of {', '.join(map(repr, values))}", lambda value: type(value) is str and value in values)
 
 
 FLAG: Rule[bool] = Rule("true or false", lambda value: type(value) is bool)

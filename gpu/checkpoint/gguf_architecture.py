@@ -123,7 +123,7 @@ def _model_fields(file: GGUFFile) -> Fields:
 
 
 def _rope_scaling(file: GGUFFile, fields: Fields, head_dim: int, theta: float, max_positions: int) -> RopeScaling | None:
-    """Out of `rope.scaling.*`, or out of the frequency factors that Llama 3 files carry as a tensor."""
+    """The scaling of `rope.scaling.*`, or of the frequency factors that Llama 3 files carry as a tensor."""
     if "rope_freqs.weight" in file.tensors:
         return _llama3_scaling(file, head_dim, theta)
     if any(name in file.tensors for name in ("rope_factors_long.weight", "rope_factors_short.weight")):
@@ -157,7 +157,7 @@ def _llama3_scaling(file: GGUFFile, head_dim: int, theta: float) -> Llama3Scalin
 
 
 def _llama3_factors(scaling: Llama3Scaling, theta: float, head_dim: int) -> Iterator[float]:
-    """By how much each frequency is divided, as Llama 3.1's `apply_scaling` defines it."""
+    """The number by which each frequency is divided, as Llama 3.1's `apply_scaling` defines it."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     for index in range(head_dim // 2):
         wavelength = 2 * math.pi * theta ** (2 * index / head_dim)

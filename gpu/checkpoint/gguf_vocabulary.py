@@ -27,7 +27,7 @@ _MOST_NAMED = 3  # merges in a warning
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A GGUF file's `tokenizer.*` metadata. Of optional lists that do not fit the tokens and of wrong ids a warning tells."""
+    """A GGUF file's `tokenizer.*` metadata. A warning tells of optional lists that do not fit the tokens, and of wrong ids."""
 
     source: str  # the file, as messages call it
     model: str  # gpt2 (byte-level BPE) | llama (SentencePiece)
@@ -77,7 +77,7 @@ class Vocabulary:
 
     @cached_property
     def token_ids(self) -> dict[str, int]:
-        """By text; of equal tokens the last, as llama.cpp has it."""
+        """Ids by text; the last one of equal tokens, as in llama.cpp."""
         return {token: index for index, token in enumerate(self.tokens)}
 
     @property
@@ -99,7 +99,7 @@ def _one_each(tokens: list[str], rule: Rule[ValueT]) -> Rule[list[ValueT]]:
 
 
 def _merges(source: str, lines: list[str], tokens: frozenset[str]) -> Merges:
-    """Of lines "left right" those that join two tokens to a third; a warning tells of the others, which could make no token."""
+    """The lines "left right" that join two tokens to a third. A warning tells of the others, which could make no token."""
     merges, others = [], []
     for line in lines:
         left, _, right = line.partition(" ")

@@ -52,7 +52,7 @@ class PrivateWeights:
 
 
 class SharedWeights:
-    """Packed matrices in a file, mapped. Of several processes at once one packs, the rest wait for it.
+    """Packed matrices in a mapped file. If several processes need it at once, one packs and the others wait.
 
     A file has its name only when it is whole. An error of the disk costs a warning and private memory, not the start.
     """
@@ -164,7 +164,7 @@ class SharedWeights:
         _forget_old(self._path.parent)
 
     def _give_up(self, error: OSError) -> None:
-        """From now on, matrices are private."""
+        """Keep matrices in private memory from now on."""
         logger.warning("packed weights are not kept in %s: %s", self._path.parent, error)
         self.abandon()
 
@@ -213,7 +213,7 @@ def _read_index(data: IO[bytes]) -> dict[str, dict[str, Any]]:
 
 
 def _forget_old(folder: Path) -> None:
-    """Keeps the models used last; who has a file mapped keeps it though its name is gone. Touches no file that is not named so."""
+    """Remove all but the models used last. A process that has a removed file mapped keeps it. Other files stay."""
     used: dict[str, float] = {}
     files = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
     for path in files:

@@ -102,7 +102,7 @@ def _magnitude(factor: float, strength: float = 1.0) -> float:
 
 
 def _given_magnitude(rope: Fields, factor: float) -> float | None:
-    """As the file has it: itself, or by DeepSeek's two parameters."""
+    """The magnitude that the file gives, directly or by DeepSeek's two parameters."""
     given = rope.get("attention_factor", FACTOR)
     if given is not None:
         return given

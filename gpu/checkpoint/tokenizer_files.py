@@ -77,7 +77,7 @@ class TokenizerFiles:
 
 
 def load_tokenizer_files(path: str | Path) -> TokenizerFiles:
-    """Of a model directory or a GGUF file. A warning tells of a wrong value that has a default. Raises CheckpointError."""
+    """Those of a model directory or a GGUF file. A warning tells of a wrong value that has a default. Raises CheckpointError."""
     place = find_model(path)
     return _from_directory(place) if place.is_dir() else _from_gguf(place)
 
@@ -182,7 +182,7 @@ def _without_added_tokens(path: Path, text: str, vocab_size: int) -> str:
 
 
 def _special_tokens(folder: Path, config: Fields) -> dict[str, str]:
-    """By SPECIAL_TOKENS, out of tokenizer_config.json; those it lacks out of special_tokens_map.json."""
+    """The SPECIAL_TOKENS of tokenizer_config.json, and those that it lacks of special_tokens_map.json."""
     path = folder / "special_tokens_map.json"
     tokens: dict[str, str] = {}
     for fields in (config, Fields(str(path), read_json(path), lenient=True)):
