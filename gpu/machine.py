@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import resource
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from gpu.control_group import cpu_quota, memory_left, memory_limit
 logger = logging.getLogger(__name__)
 
 PROCESS = Path("/proc/self")
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def available_cores() -> int:
@@ -23,6 +25,15 @@ def available_cores() -> int:
     cores = len(os.sched_getaffinity(0))
     quota = cpu_quota()
     return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def processor() -> str:
+    """Its name, as far as the system tells: machines of one name compute equally fast."""
+    try:
+        lines = (line.partition(":") for line in CPUINFO.read_text().splitlines())
+        return next((value.strip() for name, _, value in lines if name.strip() == "model name"), "")
+    except OSError:
+        return platform.processor()
 
 
 def total_memory() -> int:

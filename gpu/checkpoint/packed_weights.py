@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 LAYOUT_VERSION = 4  # changes with what packing makes
 MOST_MODELS = 4  # kept in a folder; the least recently used go
 _NAME = re.compile(r"[0-9a-f]{32}-\d+-of-\d+\.weights")
-_STEP = re.compile(r"([0-9a-f]{32})-\d+-of-\d+-[0-9a-f]{16}\.step")  # by gpu.runner.step_memory
+_STEP = re.compile(r"([0-9a-f]{32})-\d+-of-\d+-[0-9a-f]{16}\.step")  # by gpu.runner.step_profile
 _LENGTH = struct.Struct("<Q")  # of the index, the file's last bytes
 
 

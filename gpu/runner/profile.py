@@ -17,11 +17,12 @@ from gpu.models.kv_cache import KVCache
 from gpu.plan import NewRequest, SamplingParams, SchedulerOutput
 from gpu.runner.input_batch import Batch
 from gpu.runner.sampler import Sampler
-from gpu.runner.step_memory import StepMemory
+from gpu.runner.step_profile import KeptProfile, StepProfile
 
 MOST_CPU_KV_BYTES = 4 << 30
 PROMPT_LEN = 512  # tokens of each prompt in a measured step
-SHORT_LEN = 64  # tokens of a step where the largest one's memory is known
+SHORT_LEN = 64  # tokens that are measured behind a long context
+WARM_LEN = 2  # tokens of a step where it is known what the largest one takes
 LONG_CONTEXT = 4096  # tokens, or as many as the model takes: what a prompt's end is measured behind
 
 _EVERY_FILTER = SamplingParams(
@@ -50,9 +51,9 @@ class Profiler:
         make_batch: Callable[[int], Batch],
         num_ranks: int,
         device: torch.device,
-        memory: StepMemory | None = None,
+        kept: KeptProfile | None = None,
     ) -> None:
-        """`make_batch` takes the longest request's tokens; `memory` knows, or learns, the memory of a CPU's largest step."""
+        """`make_batch` takes the longest request's tokens; `kept` knows, or learns, what a CPU's steps take."""
         self.config = config
         self.device = device
         self._model = model
@@ -60,40 +61,39 @@ class Profiler:
         self._make_kv = make_kv
         self._make_batch = make_batch
         self._num_ranks = num_ranks
-        self._memory = memory or StepMemory(None)
+        self._kept = kept or KeptProfile(None)
         self._seconds_per_token = 0.0  # of the prompts in the last step; on a GPU without the time that they then take
         self._prompt_len = 0  # of the prompts in that step
 
-    def available_kv_bytes(self) -> int:
-        """This rank's share of what the largest step leaves; ranks and replicas live in the same memory of a CPU."""
-        utilization = self.config.cache.gpu_memory_utilization
-        if self.device.type == "cpu":
-            activations = self._step_memory()
-            workers = self._num_ranks * max(1, self.config.parallel.data_parallel_size)  # which all have steps
-            share = utilization * (available_memory() - workers * activations)
-            return max(0, int(min(share, MOST_CPU_KV_BYTES)) // workers)
+    def kv_bytes_on_gpu(self) -> int:
+        """Bytes that the largest step leaves for this rank's KV."""
         torch.cuda.reset_peak_memory_stats(self.device)
         self._largest_step()
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.empty_cache()
         _, total = torch.cuda.mem_get_info(self.device)
-        return max(0, int(utilization * total) - peak)
+        return max(0, int(self.config.cache.gpu_memory_utilization * total) - peak)
 
-    def _step_memory(self) -> int:
-        """Bytes that the largest step has at its peak and gives back. What is compiled at first use is compiled then."""
-        known = self._memory.read()
-        step = self._largest_step if known is None else self._short_step
-        step()  # maps the weights and compiles, which is not what a step needs
-        if known is not None:
-            step()
+    def kv_bytes_on_cpu(self, step_bytes: int) -> int:
+        """This rank's share of what the largest steps leave: ranks and replicas live in the same memory."""
+        workers = self._num_ranks * max(1, self.config.parallel.data_parallel_size)  # which all have steps
+        share = self.config.cache.gpu_memory_utilization * (available_memory() - workers * step_bytes)
+        return max(0, int(min(share, MOST_CPU_KV_BYTES)) // workers)
+
+    def profile_on_cpu(self) -> StepProfile:
+        """What steps take. What is compiled at first use is compiled then, also where the profile is known."""
+        if (known := self._kept.read()) is not None:
+            self._warm_step()  # maps the weights, too
             return known
-        found = passing_memory(step)
-        self._memory.write(found)
+        self._largest_step()  # maps the weights and compiles, which is not what a step needs
+        memory = passing_memory(self._largest_step)
+        found = StepProfile(memory, *self._prompt_cost())
+        self._kept.write(found)
         return found
 
-    def prompt_cost(self) -> tuple[float, float]:
-        """After `available_kv_bytes`: seconds of a token of a prompt, and how many more for each token that it attends to."""
+    def _prompt_cost(self) -> tuple[float, float]:
+        """After the largest step: seconds of a token of a prompt, and how many more for each token that it attends to."""
         near = self._prompt_len / 2  # tokens that one of the last step attended to, on average
         context = min(LONG_CONTEXT, self._model.config.max_position_embeddings) - SHORT_LEN
         far = context + SHORT_LEN / 2
@@ -112,9 +112,9 @@ class Profiler:
         """The whole token budget in prompts of PROMPT_LEN tokens, then logits and sampling of the most rows a step may have."""
         self._step(self.config.max_num_batched_tokens, self.config.max_num_seqs)
 
-    def _short_step(self) -> None:
-        """As much as tells how long a token takes."""
-        self._step(min(SHORT_LEN, self.config.max_num_batched_tokens), min(2, self.config.max_num_seqs))
+    def _warm_step(self) -> None:
+        """Runs all code that a step may run, one greedy row and one that is filtered among it."""
+        self._step(min(WARM_LEN, self.config.max_num_batched_tokens), min(2, self.config.max_num_seqs))
 
     def _step(self, budget: int, num_rows: int) -> None:
         started = time.perf_counter()

@@ -26,7 +26,7 @@ from gpu.runner.cuda_graphs import CudaGraphs, PaddedDecode, capture_sizes
 from gpu.runner.input_batch import OVERRUN, Batch, Step
 from gpu.runner.profile import Profiler
 from gpu.runner.sampler import Sampler, top_logprobs
-from gpu.runner.step_memory import step_memory
+from gpu.runner.step_profile import kept_profile
 from gpu.runner.step_parts import Part, Team, count_parts, split
 
 logger = logging.getLogger(__name__)
@@ -73,18 +73,22 @@ class ModelRunner:
         self.fingerprint = self._fingerprint()
         name = packed_name(self.checkpoint, self.numerics, self.group)
         weights = open_weights(self._weights_folder(), name)
-        self.step_memory = step_memory(self._weights_folder(), name, self.config, self.kv_dtype)
+        self.kept_profile = kept_profile(self._weights_folder(), name, self.config, self.kv_dtype, num_threads)
         self.model = load_model(self.checkpoint, self.numerics, self.device, self.group, progress, weights)
         self.checkpoint.close()
 
     @torch.inference_mode()
     def capacity(self) -> Capacity:
-        """After `load`. Runs steps, the largest there can be unless its memory is known, which compile what is not compiled yet."""
+        """After `load`. Runs steps, the largest there can be unless it is known what that takes. They compile what is not compiled yet."""
         model_config, cache = self.model.config, self.config.cache
         makers = (self.make_kv, self.make_batch)
-        profiler = Profiler(self.config, self.model, self.sampler, *makers, self.group.size, self.device, self.step_memory)
-        available = profiler.available_kv_bytes()
-        cost = profiler.prompt_cost() if self.device.type == "cpu" else (0.0, 0.0)
+        profiler = Profiler(self.config, self.model, self.sampler, *makers, self.group.size, self.device, self.kept_profile)
+        cost = (0.0, 0.0)
+        if self.device.type == "cpu":
+            steps = profiler.profile_on_cpu()
+            available, cost = profiler.kv_bytes_on_cpu(steps.memory), (steps.seconds_per_token, steps.seconds_per_context)
+        else:
+            available = profiler.kv_bytes_on_gpu()
         if cache.kv_cache_memory_bytes is not None:
             available = cache.kv_cache_memory_bytes
             if self.device.type == "cpu" and available > (total := machine.total_memory()):  # which would be noticed only when used

@@ -128,3 +128,12 @@ def test_memory_of_version_1(groups: Groups) -> None:
     assert machine.total_memory() == 8 * GIB
     groups.write("memory/memory.limit_in_bytes", 9223372036854771712)
     assert machine.total_memory() == 96 * GIB
+
+
+def test_the_processor_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    machine.processor()  # of a system without such a file
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Fast CPU @ 3 GHz\n\nprocessor\t: 1\nmodel name\t: Other\n")
+    assert machine.processor() == "Fast CPU @ 3 GHz"
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimd\n")
+    assert machine.processor() == ""

@@ -150,7 +150,7 @@ def test_the_models_used_last_are_kept_and_nothing_else_is_touched(tmp_path):
     for number, name in enumerate(names):
         fill(tmp_path / name)
         os.utime(tmp_path / name, (number, number))
-        (tmp_path / f"{name.removesuffix('.weights')}-{'a' * 16}.step").write_text("5")  # gpu.runner.step_memory's
+        (tmp_path / f"{name.removesuffix('.weights')}-{'a' * 16}.step").write_text("5")  # gpu.runner.step_profile's
     fill(tmp_path / NAME.replace("0" * 32, "f" * 32))
     left = sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".weights")
     assert left == [*names[-2 * (MOST_MODELS - 1) :], NAME.replace("0" * 32, "f" * 32)]

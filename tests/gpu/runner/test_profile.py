@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from gpu import control_group, machine
-from gpu.config import WorkerConfig
-from gpu.runner.profile import Profiler
+from gpu.config import Capacity, WorkerConfig
+from gpu.runner.profile import SHORT_LEN, WARM_LEN, Profiler
 from gpu.runner.sampling_table import SamplingTable
-from gpu.runner.step_memory import StepMemory
+from gpu.runner.step_profile import KeptProfile, StepProfile
 from gpu.runner.token_rules import Histories
 from tests.gpu.engine_stub import make_config, make_runner
 from tests.gpu.tiny_models import save_model
@@ -52,6 +52,12 @@ class StandIn(Profiler):
 
     def _largest_step(self) -> None:
         self.step()
+
+    def _prompt_cost(self) -> tuple[float, float]:
+        return 1.0, 0.0
+
+    def available_kv_bytes(self) -> int:
+        return self.kv_bytes_on_cpu(self.profile_on_cpu().memory)
 
 
 def hold_for_a_moment(num_bytes: int) -> None:
@@ -128,13 +134,13 @@ def test_the_largest_step_samples_all_rows(tmp_path: Path) -> None:
     assert sampled == [(7, list(range(7)), 6)]
 
 
-def test_a_later_start_knows_what_the_largest_step_needs(tmp_path: Path) -> None:
+def test_a_later_start_knows_what_steps_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, folder = tmp_path / "model", tmp_path / "folder"
     save_model("llama", model)
     folder.mkdir()
 
-    def start(**more: Any) -> tuple[int, list[int]]:
-        """Bytes for KV, and the tokens of the steps that were computed before the one behind a long context."""
+    def start(**more: Any) -> tuple[Capacity, list[int]]:
+        """What it says of itself, and the tokens of the steps that were computed."""
         runner = make_runner(make_config(model, dtype="float16", weights_cache_dir=str(folder), **more))
         forward, steps = runner.model.forward, []
 
@@ -143,25 +149,33 @@ def test_a_later_start_knows_what_the_largest_step_needs(tmp_path: Path) -> None
             return forward(token_ids, *rest)
 
         runner.model.forward = count  # type: ignore[method-assign]
-        capacity = runner.capacity()
-        assert capacity.profiled_seconds_per_token > 0
-        return capacity.available_kv_bytes, steps[:2]
+        return runner.capacity(), steps
 
     first, steps = start(budget=300)
-    assert steps == [300, 300]
+    assert steps == [300, 300, SHORT_LEN], "what is computed first compiles"
     again, steps = start(budget=300)
-    assert steps == [64, 64]
-    assert again == pytest.approx(first, abs=CLOSE)
-    assert start(budget=200)[1] == [200, 200], "the largest step is another one"
+    assert steps == [WARM_LEN]
+    assert again.available_kv_bytes == pytest.approx(first.available_kv_bytes, abs=CLOSE)
+    assert again.profiled_seconds_per_token == first.profiled_seconds_per_token > 0
+    assert again.profiled_seconds_per_context == first.profiled_seconds_per_context
+    assert start(budget=200)[1][0] == 200, "the largest step is another one"
     for kept in folder.glob("*.step"):
         kept.write_text("nonsense")
-    assert start(budget=300)[1] == [300, 300]
-    assert start(budget=300)[1] == [64, 64], "it is made anew"
+    assert start(budget=300)[1][0] == 300
+    assert start(budget=300)[1] == [WARM_LEN], "it is made anew"
+    monkeypatch.setattr(machine, "processor", lambda: "a faster one")
+    assert start(budget=300)[1][0] == 300
 
 
-def test_where_nothing_can_be_kept_the_largest_step_is_computed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    memory = StepMemory(tmp_path / "nowhere" / "file")
-    assert memory.read() is None
-    memory.write(5)
+@pytest.mark.parametrize("kept", ["", "5", "[]", "{}", '{"memory": 5, "seconds_per_token": 0, "seconds_per_context": 0}'])
+def test_what_is_no_profile_is_not_taken_for_one(tmp_path: Path, kept: str) -> None:
+    (tmp_path / "file").write_text(kept)
+    assert KeptProfile(tmp_path / "file").read() is None
+
+
+def test_where_nothing_can_be_kept_steps_are_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = KeptProfile(tmp_path / "nowhere" / "file")
+    assert kept.read() is None
+    kept.write(StepProfile(5, 0.1, 0.0))
     assert "cannot be written" in caplog.text
-    assert StepMemory(None).read() is None
+    assert KeptProfile(None).read() is None
