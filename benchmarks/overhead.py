@@ -30,8 +30,8 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.protocol import PROTOCOL_VERSION, EngineCoreOutputs, EngineCoreRequest, decode_client_message, encode_column
 from engine.runtime.core import EngineCore
 from engine.runtime.heartbeat import Heartbeat
-from engine.runtime.process import connect, engine_info
 from engine.runtime.publisher import MOST_WAITING_EVENTS, Publisher, StepEvents
+from engine.runtime.serving import connect, engine_info
 from engine.scheduling.request import Request
 from gpu.config import CacheConfig, ModelConfig, ParallelConfig
 from gpu.plan import SamplingParams, decode_output, decode_plan, encode

@@ -47,6 +47,7 @@ from gpu.worker import (
 )
 
 VERDICT_SECONDS = 0.2  # how long after a first failure other ranks' reports may still name an earlier cause
+LOADING = "while loading"  # what the workers do, as the end of a sentence
 STOP_SECONDS = 5.0  # for a worker to end by itself at shutdown
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,11 @@ class Executor(ABC):
         if config.parallel.tensor_parallel_size > 1:
             raise UnsupportedConfiguration("uni runs one rank: --tensor-parallel-size above 1 needs mp")
         return UniProcExecutor(config)
+
+    def launch(self) -> None:
+        """Has the workers begin and returns at once, so that the caller can do other things until `start`, which waits for them
+        and launches them unless that was done. Raises WorkerError."""
+        self.check_health()
 
     @abstractmethod
     def start(self, progress: Callable[[float], None] | None = None) -> Capacity:
@@ -130,7 +136,7 @@ class UniProcExecutor(Executor):
 
     def start(self, progress: Callable[[float], None] | None = None) -> Capacity:
         self.check_health()
-        with self._failing("while loading"):
+        with self._failing(LOADING):
             self._runner = make_runner(self.config, 0, "")
             self._runner.load(progress or (lambda fraction: None))
             self.capacity = self._runner.capacity()
@@ -191,20 +197,27 @@ class MultiprocExecutor(Executor):
         self._ranks: list[RankProcess] = []
         self._replies: SimpleQueue[tuple[int, Report] | None] = SimpleQueue()  # None: there will be no more
         self._steps: deque[int] = deque()  # submitted, not collected
-        self._phase = "while loading"
+        self._phase = LOADING
         self._watcher: threading.Thread | None = None
         self._shutdown_lock = threading.Lock()
         self._sending = threading.Lock()  # held while a channel is used, so that it is not closed meanwhile
         self._receiving = threading.Lock()
 
-    def start(self, progress: Callable[[float], None] | None = None) -> Capacity:
+    def launch(self) -> None:
         self.check_health()
         if self._watcher is not None:
-            raise RuntimeError("the executor was started already")
+            raise RuntimeError("the executor was launched already")
         watcher = threading.Thread(target=self._watch, name="workers", daemon=True)
         watcher.start()
         self._watcher = watcher
         atexit.register(self.shutdown)
+
+    def start(self, progress: Callable[[float], None] | None = None) -> Capacity:
+        self.check_health()
+        if self._phase != LOADING:
+            raise RuntimeError("the executor was started already")
+        if self._watcher is None:
+            self.launch()
         try:
             loaded = self._gather(Loaded, progress)
         except BaseException:
@@ -250,7 +263,7 @@ class MultiprocExecutor(Executor):
             atexit.unregister(self.shutdown)
             for rank in self._ranks:
                 rank.hang_up()
-            grace = 0.0 if self._phase == "while loading" else STOP_SECONDS
+            grace = 0.0 if self._phase == LOADING else STOP_SECONDS
             for number, seconds in ((0, grace), (signal.SIGTERM, KILL_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
                 for rank in self._ranks if number else ():
                     rank.process.send_signal(number)

@@ -7,11 +7,14 @@ import logging
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from engine.config import ServeConfig
-from engine.protocol import EngineInfo
 from ops.derived import common_values, derived_values
 from ops.settings import SETTINGS, Resolved, describe
+
+if TYPE_CHECKING:
+    from engine.protocol import EngineInfo
 
 log = logging.getLogger(__name__)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from engine.config import ServeConfig
-from engine.protocol import EngineInfo
 from engine.runtime.capacity import step_limits
 from gpu.config import PERPLEXITY_COSTS
+
+if TYPE_CHECKING:
+    from engine.protocol import EngineInfo
 
 Row = tuple[str, int | str, str]  # setting, value, reason
 

@@ -22,6 +22,7 @@ import psutil
 from gpu.machine import total_memory
 from ops.errors import CommandError
 from ops.folders import data_folder
+from ops.probe import ping
 from ops.redis_url import parse_redis_url
 from ops.supervise import Command
 
@@ -150,19 +151,8 @@ class EmbeddedValkey:
 
     async def _answers(self) -> None:
         """Returns once the server answers a PING, its append-only file loaded."""
-        import redis.asyncio
-        import redis.exceptions
-
-        client = redis.asyncio.Redis.from_url(self.url)
-        try:
-            while True:
-                try:
-                    await client.ping()
-                    return
-                except redis.exceptions.ConnectionError:  # not listening yet, or still loading
-                    await asyncio.sleep(READY_POLL_SECONDS)
-        finally:
-            await client.aclose()
+        while not await ping(self._port, self._password):
+            await asyncio.sleep(READY_POLL_SECONDS)
 
 
 def _read_state(path: Path) -> ServeState | None:

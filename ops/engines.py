@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine.bus import leases, transitions
-from engine.bus.connection import Bus
 from engine.config import ServeConfig
-from engine.protocol import EngineInfo
 from ops.progress import Slowest
 from ops.replicas import Replicas
 from ops.settings import role_environment
 from ops.supervise import Child, ChildFailed, Command, Exit, Supervisor, numbered, role
+
+if TYPE_CHECKING:
+    from engine.protocol import EngineInfo
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +77,10 @@ class Engines:
 
     async def infos(self) -> list[EngineInfo]:
         """The descriptions of the engines that live."""
-        with Bus(self._config.redis.redis_url) as bus:
-            found = [await asyncio.to_thread(engine_of_process, bus, child.pid or 0) for child in self._children]
-        return [info for info in found if info is not None]
+        from ops.engine_processes import engines_of_processes  # when the engines are ready: until then they need the cores
+
+        pids = [child.pid for child in self._children if child.pid is not None]
+        return await asyncio.to_thread(engines_of_processes, self._config.redis.redis_url, pids)
 
     async def _all_ready(self) -> None:
         for child in self._children:
@@ -111,6 +111,8 @@ class Engines:
 
     async def _fail_requests(self, name: str, ended: Exit) -> None:
         """End the requests that the dead engine had in flight, without waiting for its heartbeat to lapse."""
+        from ops.engine_processes import fail_engine_of_process
+
         try:
             why = f"the engine died: {ended}"
             failed = await asyncio.to_thread(fail_engine_of_process, self._config.redis.redis_url, ended.pid, why)
@@ -119,20 +121,3 @@ class Engines:
         else:
             if failed:
                 log.warning("%s died with %d requests in flight; they ended with an error", name, failed)
-
-
-def engine_of_process(bus: Bus, pid: int) -> EngineInfo | None:
-    """The description of the engine that runs, or has just run, as process `pid` of this machine."""
-    host = socket.gethostname()
-    infos = (info for model in bus.run(leases.models()) for info in bus.run(leases.engines(model)))
-    return next((info for info in infos if (info.pid, info.host) == (pid, host)), None)
-
-
-def fail_engine_of_process(redis_url: str, pid: int, error: str) -> int:
-    """Declare the engine that ran as process `pid` of this machine dead; returns how many requests ended."""
-    with Bus(redis_url) as bus:
-        info = engine_of_process(bus, pid)
-        if info is None:
-            return 0
-        bus.run(leases.release_slot(info.model, info.slot, info.incarnation))
-        return bus.run(transitions.fail_engine(info.model, info.slot, info.incarnation, error))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,9 @@ class LoadingDisplay:
 
     def _draw(self, title: str, fraction: float | None) -> None:
         if self._bar is None or self._task is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
             columns = (TextColumn("{task.description:<24}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task(title, total=1.0)

@@ -1,4 +1,4 @@
-"""Runs one role in this process: the commands `headrace api`, `engine` and `maintenance`."""
+"""Runs one role in this process: the commands `headrace api`, `engine` and `maintenance`. Each imports its own code."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ import socket
 import warnings
 from typing import Any
 
-from engine.bus.call import BusUnavailable, UnfitRedis
-from engine.bus.connection import Bus
-from engine.bus.leases import check_server
 from engine.config import EngineConfig, ServeConfig
 from ops import listen
 from ops.errors import SettingError
@@ -36,8 +33,6 @@ def engine_config(config: ServeConfig) -> EngineConfig:
 
 def run_engine(resolved: Resolved, progress_fd: int | None) -> int:
     """Serve one model on a Redis until a signal; returns the exit status."""
-    from engine.runtime import process
-
     begin_logging(resolved, "engine")
     check(resolved.config)
     if progress_fd is None:  # else `serve` has told
@@ -45,6 +40,8 @@ def run_engine(resolved: Resolved, progress_fd: int | None) -> int:
     fetch_model(resolved)
     name_model(resolved)
     place_weights(resolved)
+    from engine.runtime import process
+
     return process.run_engine(engine_config(resolved.config), progress_fd, resolved.config.api.shutdown_timeout)
 
 
@@ -80,6 +77,10 @@ def run_maintenance(resolved: Resolved) -> int:
 
 def _demand_fit_redis(url: str) -> None:
     """Raises SettingError where Redis will never do. Where it is away, it may come."""
+    from engine.bus.call import BusUnavailable, UnfitRedis
+    from engine.bus.connection import Bus
+    from engine.bus.leases import check_server
+
     try:
         with Bus(url, patience=0.0) as bus:
             bus.run(check_server())

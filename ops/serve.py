@@ -20,18 +20,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.multiprocess import mark_process_dead
-
 from ops import listen
 from ops.announce import show_configuration, show_derived, show_ready
 from ops.embedded import DataDirectory, EmbeddedValkey
 from ops.engines import Engines
 from ops.logs import resolve_format
 from ops.prepare import check, fetch_model, name_model, tell_of_no_effect
+from ops.probe import status_of
 from ops.progress import LoadingDisplay
 from ops.redis_url import parse_redis_url
 from ops.replicas import Replicas
-from ops.requests import connect
 from ops.settings import Resolved, role_environment
 from ops.supervise import Child, Command, Exit, Supervisor, numbered, role
 
@@ -94,6 +92,7 @@ class _Serve:
         self._scratch = scratch
         self._url = listen.url_of(listener, resolved.config.api)
         self._supervisor = Supervisor()
+        self._is_up = asyncio.Event()
 
     async def run(self) -> int:
         return await self._supervisor.run(self._bring_up())
@@ -103,7 +102,7 @@ class _Serve:
         await self._start_redis()
         show_configuration(self._resolved)
         tell_of_no_effect(self._resolved)
-        self._supervisor.start(self._maintenance())
+        self._supervisor.start(self._maintenance())  # which waits, and is stopped last
         replicas = await asyncio.to_thread(Replicas, self._resolved)
         engines = Engines(self._config, replicas, self._supervisor, self._display.update, _write_line)
         engines.start()
@@ -113,6 +112,7 @@ class _Serve:
         self._display.close()
         show_derived(self._config, await engines.infos(), replicas.reasons)
         show_ready(self._config, self._url)
+        self._is_up.set()
 
     async def _start_redis(self) -> None:
         if self._directory is None:
@@ -147,38 +147,39 @@ class _Serve:
             yield self._child(command, on_exit=partial(_forget_gauges, environment.get(METRICS_DIRECTORY)))
 
     def _maintenance(self) -> Child:
-        """None of its work is urgent, so that its death stops nothing."""
+        """None of its work is urgent: it begins when all else is up, and its death stops nothing."""
         environment = role_environment(self._config, MAINTENANCE_SECTIONS, os.environ)
-        return self._child(
-            Command("maintenance", role("maintenance"), environment, stop_timeout=MAINTENANCE_STOP_SECONDS, essential=False)
+        command = Command(
+            "maintenance",
+            role("maintenance"),
+            environment,
+            stop_timeout=MAINTENANCE_STOP_SECONDS,
+            not_before=self._is_up.wait,
+            essential=False,
         )
+        return self._child(command)
 
     def _child(self, command: Command, **watchers: Callable[..., Any]) -> Child:
         return Child(command, on_line=_write_line, **watchers)
 
     async def _answers(self, path: str) -> None:
         """Returns once an API server answers `path` with 200."""
-        import httpx
-
-        transport = httpx.AsyncHTTPTransport(uds=self._config.api.uds or None, verify=False)  # its certificate names another host
-        async with httpx.AsyncClient(base_url=self._url, timeout=2.0, trust_env=False, transport=transport) as client:
-            while True:
-                try:
-                    if (await client.get(path)).is_success:
-                        return
-                except httpx.TransportError:
-                    pass  # no API server accepts yet
-                await asyncio.sleep(POLL_SECONDS)
+        while await status_of(self._url, path, self._config.api.uds) != 200:
+            await asyncio.sleep(POLL_SECONDS)
 
 
 async def _forget_gauges(directory: str | None, ended: Exit) -> None:
     """Open requests of an API server that died count no more. Its counters stay."""
     if directory is not None:
+        from prometheus_client.multiprocess import mark_process_dead
+
         mark_process_dead(ended.pid, directory)  # type: ignore[no-untyped-call]
 
 
 def _reach_redis(url: str) -> None:
     """Raises CommandError where it does not answer, SettingError where it is too old."""
+    from ops.requests import connect
+
     with connect(url):
         pass
 

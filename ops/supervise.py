@@ -58,6 +58,7 @@ class Command:
     inherited: tuple[int, ...] = ()  # file descriptors, same numbers in the child
     stop_timeout: float = 10.0  # seconds between SIGTERM and SIGKILL
     ready: Callable[[], Awaitable[None]] | None = None
+    not_before: Callable[[], Awaitable[Any]] | None = None  # returns when the first start may be
     essential: bool = True  # without it there is nothing to serve: give up where it cannot start
 
 
@@ -110,6 +111,8 @@ class Child:
         """Returns after `stop`, or raises ChildFailed when a restart is pointless."""
         loop = asyncio.get_running_loop()
         deaths, was_ready = 0, False
+        if self._command.not_before is not None:
+            await self._command.not_before()
         while not self._stopping:
             started = loop.time()
             ended = await self._run_once()
@@ -120,6 +123,8 @@ class Child:
             deaths = 1 if loop.time() - started > CALM else deaths + 1
             if self._on_exit is not None:
                 await self._on_exit(ended)
+                if self._stopping:  # since then: whoever stops it knows that it is over
+                    return
             if failure := self._failure(ended, was_ready, deaths):
                 if self._on_failure is not None and self._on_failure(failure):
                     return

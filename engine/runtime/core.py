@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,11 +11,11 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.protocol import EngineCoreRequest, EngineStats, FinishReason
-from engine.runtime.capacity import Limits, calibrated_budget, fit_kv_cache, step_cost, step_limits
+from engine.runtime.capacity import Limits, calibrated_budget, fit_kv_cache, step_cost
+from engine.runtime.workers import make_executor
 from engine.scheduling.request import Request, make_requests
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_outputs import StepOutputs
-from gpu.config import WorkerConfig
 from gpu.executor import Executor
 from gpu.plan import SchedulerOutput
 
@@ -28,25 +27,28 @@ class Unrunnable(ValueError):
 class EngineCore:
     """One model on its workers, and the requests it runs.
 
-    The constructor starts the workers and returns when they are loaded, profiled and have their KV cache; it raises
-    `DoesNotFit` for what the memory does not allow and the executor's `WorkerError` for a worker that fails, and leaves no process
-    behind then.
+    The constructor starts the workers, unless it gets an `executor` that has, and returns when they are loaded, profiled and have
+    their KV cache; it raises `DoesNotFit` for what the memory does not allow and the executor's `WorkerError` for a worker that
+    fails, and leaves no process behind then.
     """
 
     def __init__(
-        self, config: EngineConfig, progress: Callable[[float], None] | None = None, clock: Callable[[], float] = time.time
+        self,
+        config: EngineConfig,
+        progress: Callable[[float], None] | None = None,
+        clock: Callable[[], float] = time.time,
+        executor: Executor | None = None,
     ) -> None:
         self.config = config
         self.clock = clock
         self.step_started: float | None = None  # monotonic; None while idle
         self.last_step_seconds = 0.0
-        budget, max_num_seqs = step_limits(config.scheduler, *_device(config))
-        worker_config = WorkerConfig(config.model, config.cache, config.parallel, max_num_seqs, budget)
-        self.executor = Executor.make(worker_config)
+        self.executor = executor or make_executor(config)
+        max_num_seqs = self.executor.config.max_num_seqs
         try:
             self.capacity = self.executor.start(progress)
             cost, max_step_seconds = step_cost(config.scheduler, self.capacity)
-            budget = calibrated_budget(budget, cost, max_step_seconds)
+            budget = calibrated_budget(self.executor.config.max_num_batched_tokens, cost, max_step_seconds)
             max_model_len, num_blocks = fit_kv_cache(config.model, config.cache, self.capacity)
             self.executor.allocate_kv(num_blocks, max_model_len)
         except BaseException:
@@ -131,16 +133,3 @@ class EngineCore:
 
     def shutdown(self) -> None:
         self.executor.shutdown()
-
-
-def _device(config: EngineConfig) -> tuple[str, int, str]:
-    """(device, memory in bytes, name) without loading torch; memory and name of the first GPU by nvidia-smi."""
-    if config.model.device == "cpu" or config.model.load_format == "null":
-        return "cpu", 0, ""
-    try:
-        query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
-        first = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return ("cuda" if config.model.device == "cuda" else "cpu"), 0, ""
-    mebibytes, name = first.split(",", 1)
-    return "cuda", int(mebibytes) << 20, name.strip()

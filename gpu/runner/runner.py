@@ -26,8 +26,8 @@ from gpu.runner.cuda_graphs import CudaGraphs, PaddedDecode, capture_sizes
 from gpu.runner.input_batch import OVERRUN, Batch, Step
 from gpu.runner.profile import Profiler
 from gpu.runner.sampler import Sampler, top_logprobs
-from gpu.runner.step_profile import kept_profile
 from gpu.runner.step_parts import Part, Team, count_parts, split
+from gpu.runner.step_profile import kept_profile
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capacity(self) -> Capacity:
-        """After `load`. Runs steps, the largest there can be unless it is known what that takes. They compile what is not compiled yet."""
+        """After `load`. Runs steps, which compile what is not compiled yet: the largest there can be, or a short one where time and
+        memory of that one are known."""
         model_config, cache = self.model.config, self.config.cache
         makers = (self.make_kv, self.make_batch)
         profiler = Profiler(self.config, self.model, self.sampler, *makers, self.group.size, self.device, self.kept_profile)

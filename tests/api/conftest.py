@@ -10,7 +10,7 @@ import pytest
 from api.text.tokenizer import TextTokenizer
 from engine.config import EngineConfig
 from engine.protocol import TokenizerBundle
-from engine.runtime.process import tokenizer_bundle
+from engine.runtime.serving import tokenizer_bundle
 from tests.api.live_server import LiveServer
 
 NULL_ENGINE = ("--load-format", "null", "--max-model-len", "2048", "--num-gpu-blocks-override", "2000")

@@ -14,7 +14,7 @@ from engine.client.client import AsyncClient
 from engine.config import EngineConfig, RedisConfig, SchedulerConfig
 from engine.runtime.core import EngineCore
 from engine.runtime.loop import EngineLoop
-from engine.runtime.process import connect, engine_info
+from engine.runtime.serving import connect, engine_info
 from gpu.config import CacheConfig, ModelConfig, ParallelConfig
 
 MODEL = "null-model"

@@ -184,6 +184,39 @@ def test_misuse_of_an_executor_is_an_error(make_executor: StartExecutor, backend
         executor.collect()
 
 
+@pytest.mark.parametrize("backend", ["uni", "mp"])
+def test_workers_that_were_launched_are_waited_for(make_executor: StartExecutor, backend: str) -> None:
+    executor = make_executor(backend)
+    executor.launch()
+    executor.start()
+    executor.allocate_kv(100, 1000)
+    executor.submit(_prefill())
+    assert len(executor.collect().rows) == 1
+
+
+def test_workers_that_fail_before_anybody_waits_tell_why(
+    make_executor: StartExecutor, null_settings: Callable[[str], None]
+) -> None:
+    null_settings("fail_while=load,fail_rank=1")
+    executor = make_executor("mp", 2)
+    executor.launch()
+    wait_for(lambda: executor._failure is not None, "the failure")
+    with pytest.raises(WorkerError, match=r"^rank 1 failed while loading"):
+        executor.start()
+
+
+def test_workers_that_nobody_waits_for_end_with_the_executor(
+    make_executor: StartExecutor, null_settings: Callable[[str], None]
+) -> None:
+    null_settings("load_seconds=60")
+    executor = make_executor("mp", 2)
+    executor.launch()
+    wait_for(lambda: len(_pids(executor)) == 2, "start")
+    pids = _pids(executor)
+    executor.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
 def test_no_torch_on_the_engine_side_and_none_for_the_null_runner() -> None:
     script = (
         "import sys; from gpu.executor import Executor; from gpu.config import *;"

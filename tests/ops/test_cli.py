@@ -128,6 +128,23 @@ print(sorted(name for name in {HEAVY!r} if name in sys.modules))
     assert done.stdout.splitlines() == ["no requests", "[]"], done.stderr
 
 
+@pytest.mark.parametrize(
+    ("module", "late"),
+    [
+        ("ops.serve", "numpy redis httpx rich prometheus_client celery"),  # until its children have begun
+        ("ops.roles", "numpy redis httpx rich prometheus_client celery"),
+        ("engine.runtime.process", "redis asyncio tokenizers engine.scheduling.scheduler"),  # until its workers have begun
+        ("engine.runtime.serving", "fastapi celery"),  # at all
+        ("gpu.worker_main", "numpy msgspec"),  # until it dies with its parent
+    ],
+)
+def test_what_begins_processes_loads_nothing_that_they_would_wait_for(module: str, late: str) -> None:
+    unwanted = {*HEAVY, *late.split()}
+    program = f"import sys, {module}; print(sorted({unwanted!r} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_a_reader_that_leaves_early_is_no_error(redis_url: str) -> None:
     command = f"{sys.executable} -P -m ops.cli ps --json --redis-url '{redis_url}' | true"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=30)

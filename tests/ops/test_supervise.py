@@ -88,6 +88,42 @@ async def test_a_child_is_started_again_and_its_death_reported(tmp_path: Path) -
     assert len({ended.pid for ended in watched.exits}) == 2
 
 
+async def test_a_child_that_is_stopped_while_its_death_is_dealt_with_is_no_failure() -> None:
+    async def stop_it(ended: supervise.Exit) -> None:
+        await child.stop()
+
+    child = Child(command("hopeless", f"import sys; sys.exit({os.EX_CONFIG})"), on_line=print, on_exit=stop_it)
+    async with asyncio.timeout(20):
+        await child.run()
+
+
+async def test_a_child_that_is_not_urgent_begins_when_it_may() -> None:
+    others_are_up = asyncio.Event()
+    watched = Watched(command("patient", "print('here', flush=True)", READY, SLEEP, not_before=others_are_up.wait))
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        supervisor.start(watched.child)
+        other = Watched(command("urgent", READY, SLEEP)).child
+        supervisor.start(other)
+        await other.ready.wait()
+        assert watched.child.pid is None
+        others_are_up.set()
+        await watched.child.ready.wait()
+
+    assert await run_until_signal(bring_up, signal.SIGTERM) == 0
+    assert watched.lines == ["here"]
+
+
+async def test_a_child_that_may_not_begin_yet_is_stopped_like_others() -> None:
+    watched = Watched(command("patient", READY, not_before=asyncio.Event().wait))
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        supervisor.start(watched.child)
+
+    assert await run_until_signal(bring_up, signal.SIGTERM) == 0
+    assert not watched.reports
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)])
 async def test_a_signal_stops_the_stages_last_to_first(number: signal.Signals, status: int) -> None:
     order: list[str] = []

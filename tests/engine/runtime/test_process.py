@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.protocol import decode_bundle, encode
-from engine.runtime.process import tokenizer_bundle
+from engine.runtime.serving import tokenizer_bundle
 from gpu.config import ModelConfig
 
 

@@ -1,0 +1,34 @@
+"""What Redis knows of engines that are processes of this machine."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from engine.bus import leases, transitions
+from engine.bus.connection import Bus
+from engine.protocol import EngineInfo
+
+
+def engines_of_processes(redis_url: str, pids: Sequence[int]) -> list[EngineInfo]:
+    """The descriptions of the engines that run, or have just run, as these processes of this machine, in their order."""
+    with Bus(redis_url) as bus:
+        return _find(bus, pids)
+
+
+def _find(bus: Bus, pids: Sequence[int]) -> list[EngineInfo]:
+    host = socket.gethostname()
+    infos = [info for model in bus.run(leases.models()) for info in bus.run(leases.engines(model))]
+    by_pid = {info.pid: info for info in infos if info.host == host}
+    return [by_pid[pid] for pid in pids if pid in by_pid]
+
+
+def fail_engine_of_process(redis_url: str, pid: int, error: str) -> int:
+    """Declare the engine that ran as process `pid` of this machine dead; returns how many requests ended."""
+    with Bus(redis_url) as bus:
+        found = _find(bus, [pid])
+        if not found:
+            return 0
+        (info,) = found
+        bus.run(leases.release_slot(info.model, info.slot, info.incarnation))
+        return bus.run(transitions.fail_engine(info.model, info.slot, info.incarnation, error))
