@@ -16,13 +16,13 @@ def client(null_server: LiveServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_the_client_lists_models(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == "tiny"
     assert client.models.retrieve("tiny").id == "tiny"
 
 
-def test_chat(client: openai.OpenAI) -> None:
+def test_the_client_gets_a_chat_with_logprobs(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "Hi"}], max_completion_tokens=9, seed=1, logprobs=True, top_logprobs=2
     )
@@ -54,7 +54,7 @@ def test_chat_streamed_is_chat(client: openai.OpenAI) -> None:
     assert usage == whole.usage
 
 
-def test_completions(client: openai.OpenAI) -> None:
+def test_the_client_gets_the_same_completions_streamed_and_whole(client: openai.OpenAI) -> None:
     whole = client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=7, n=2, seed=3)
     assert len(whole.choices) == 4
     texts = [""] * 4
@@ -70,7 +70,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
         client.completions.create(model="tiny", prompt="x", temperature=3)
 
 
-def test_extra_fields(client: openai.OpenAI) -> None:
+def test_the_client_may_send_extra_fields(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="tiny", prompt="x", max_tokens=5, extra_body={"min_tokens": 5, "top_k": 3})
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 5

@@ -55,7 +55,7 @@ def test_streamed_and_whole_agree(server: LiveServer, prompt: str) -> None:
 
 
 @pytest.mark.parametrize("span", [2, 3])
-def test_a_stop_string_across_tokens(server: LiveServer, tokenizer: TextTokenizer, span: int) -> None:
+def test_a_stop_string_across_tokens_ends_the_text_before_it(server: LiveServer, tokenizer: TextTokenizer, span: int) -> None:
     free = ask(server, PROMPTS[1], return_token_ids=True)
     pieces = [tokenizer.decode([token_id]) for token_id in free["token_ids"]]
     first = pieces[4 : 4 + span]
@@ -77,7 +77,7 @@ def test_characters_across_tokens_come_whole(server: LiveServer, tokenizer: Text
     assert stream(server, "Launch:", **fields)[0] == whole["text"]
 
 
-def test_a_prompt_that_ends_inside_a_character(server: LiveServer, tokenizer: TextTokenizer) -> None:
+def test_the_output_completes_a_character_that_the_prompt_cut(server: LiveServer, tokenizer: TextTokenizer) -> None:
     token_ids = tokenizer.encode("Launch 🚀")
     cut = token_ids[:-1]
     assert tokenizer.decode(cut).endswith("\ufffd")
@@ -88,7 +88,7 @@ def test_a_prompt_that_ends_inside_a_character(server: LiveServer, tokenizer: Te
     assert stream(server, cut, **fields, echo=True)[0] == "Launch 🚀"
 
 
-def test_stop_tokens_of_the_request(server: LiveServer, tokenizer: TextTokenizer) -> None:
+def test_a_stop_token_of_the_request_ends_the_output(server: LiveServer, tokenizer: TextTokenizer) -> None:
     free = ask(server, PROMPTS[1], return_token_ids=True)
     stop = free["token_ids"][5]
     length = free["token_ids"].index(stop)
@@ -121,7 +121,7 @@ def test_min_tokens_delay_the_end_token(server: LiveServer) -> None:
     assert answer["usage"]["completion_tokens"] > least
 
 
-def test_biases(server: LiveServer, tokenizer: TextTokenizer) -> None:
+def test_biases_allowed_tokens_and_bad_words_steer_the_model(server: LiveServer, tokenizer: TextTokenizer) -> None:
     (paris,) = tokenizer.encode(" Paris")
     (london,) = tokenizer.encode(" London")
     assert ask(server, PROMPTS[0], max_tokens=1, logit_bias={str(london): 100})["text"] == " London"

@@ -144,7 +144,7 @@ def test_every_triton_kernel_is_checked_and_timed():
         assert {case.operation for case in timings(sizes, torch.float32, torch.float32, [4], 64, 64, True)} == set(OPERATIONS)
 
 
-def test_differences():
+def test_the_largest_difference_is_relative_and_infinite_where_one_is():
     expected = [torch.tensor([3.0, -4.0, torch.inf])]
     assert largest_difference([expected[0].clone()], expected) == 0
     assert largest_difference([torch.tensor([3.0, -4.5, torch.inf])], expected) == pytest.approx(0.5 / (12.5**0.5 + 4))

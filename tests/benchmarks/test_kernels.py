@@ -22,7 +22,7 @@ def test_every_case_is_timed_beside_its_bound():
     assert len(lines) == len(cases) + 2 and lines[0].startswith("operation")
 
 
-def test_counted_work():
+def test_bytes_and_flops_are_counted():
     sizes = Sizes(hidden=64, intermediate=128, num_heads=4, num_kv_heads=2, head_dim=16, vocab=1000, group=32)
     cases = list(timings(sizes, torch.float32, torch.float16, [2], context=40, prompt=20, float8=False))
 

@@ -28,7 +28,7 @@ def test_cores_taken_are_those_of_the_run_alone():
     assert cores_taken(samples, 1.5, 2.5) == pytest.approx(0.5)
 
 
-def test_figures_of_the_generators_results():
+def test_figures_are_computed_from_the_generators_results():
     run = {"median_ttft_ms": 7.0, "itls": [[0.1, 0.2], [0.2, 0.4], [0.9, 0.9]], "duration": 2.0, "total_input_tokens": 30}
     assert figures(Load(1, 3, 10, 4), run) == pytest.approx({"ttft": 7.0, "tpot": 200.0, "output": 6.0, "total": 21.0})
 

@@ -57,7 +57,7 @@ def test_a_stood_in_package_is_absent_again_afterwards(module):
         import absent_numba  # noqa: F401
 
 
-def test_structs():
+def test_stand_in_structs_have_fields_defaults_and_order():
     class Base(Struct, frozen=True):
         row: int
         names: list = []  # noqa: RUF012 (copied for each struct)

@@ -24,7 +24,7 @@ def test_lines_of_the_log_have_their_time_since_the_start() -> None:
     assert list(startup.messages(log, 1796040000.0)) == [(1.5, "engine: ready")]
 
 
-def test_a_start_without_a_model(smollm2_gguf: Path, capsys) -> None:
+def test_a_start_without_a_model_is_measured_by_process(smollm2_gguf: Path, capsys) -> None:
     found = startup.start(smollm2_gguf, "--load-format null --data-parallel-size 1")
     roles = [process.role for process in found.processes.values()]
     assert {"serve", "Valkey", "engine", "worker", "API server"} <= set(roles)

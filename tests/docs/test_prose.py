@@ -37,5 +37,5 @@ def test_a_sentence_is_found_across_lines_and_list_items() -> None:
         (" ".join(["word"] * 29) + ".", "29 words"),
     ],
 )
-def test_complaints(sentence: str, expected: str) -> None:
+def test_a_complaint_names_the_fault_of_a_sentence(sentence: str, expected: str) -> None:
     assert complaint(sentence) == expected

@@ -230,7 +230,7 @@ def test_no_torch_on_the_engine_side_and_none_for_the_null_runner() -> None:
 
 
 @pytest.mark.parametrize(("backend", "num_ranks", "failing"), [("uni", 1, 0), ("mp", 1, 0), ("mp", 3, 1)])
-def test_exception_in_load(
+def test_an_exception_while_loading_is_raised_by_every_call(
     make_executor: StartExecutor, null_settings: Callable[[str], None], backend: str, num_ranks: int, failing: int
 ) -> None:
     null_settings(f"fail_while=load,fail_rank={failing}")
@@ -256,7 +256,7 @@ def test_a_model_that_is_not_there_is_a_permanent_failure(make_executor: StartEx
     assert raised.value.permanent
 
 
-def test_kill_while_loading(make_executor: StartExecutor, null_settings: Callable[[str], None]) -> None:
+def test_a_worker_killed_while_loading_ends_the_start(make_executor: StartExecutor, null_settings: Callable[[str], None]) -> None:
     null_settings("load_seconds=60")
     executor = make_executor("mp", 3)
 
@@ -297,7 +297,7 @@ def test_shutdown_while_loading(make_executor: StartExecutor, null_settings: Cal
 
 
 @pytest.mark.parametrize(("backend", "num_ranks", "failing"), [("uni", 1, 0), ("mp", 1, 0), ("mp", 3, 0), ("mp", 3, 2)])
-def test_exception_in_execute(
+def test_an_exception_in_a_step_is_raised_by_every_call(
     start_executor: StartExecutor, null_settings: Callable[[str], None], backend: str, num_ranks: int, failing: int
 ) -> None:
     null_settings(f"fail_while=execute,fail_rank={failing},fail_step=2,step_seconds=0.02")
@@ -320,7 +320,9 @@ def test_a_plan_against_the_contract_of_rows_ends_the_group(start_executor: Star
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_kill_in_a_step(start_executor: StartExecutor, null_settings: Callable[[str], None], victim: int) -> None:
+def test_a_worker_killed_in_a_step_ends_the_wait_for_it(
+    start_executor: StartExecutor, null_settings: Callable[[str], None], victim: int
+) -> None:
     null_settings("step_seconds=60")
     executor = start_executor("mp", 3)
     pids = _pids(executor)

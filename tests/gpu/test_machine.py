@@ -119,7 +119,7 @@ def test_a_full_container_has_none(container: Groups) -> None:
     assert machine.available_memory() == 0
 
 
-def test_memory_of_version_1(groups: Groups) -> None:
+def test_memory_limits_of_version_1_groups_are_read(groups: Groups) -> None:
     groups.enter("4:memory:/docker/1f3a", "0::/")
     groups.write("memory/memory.limit_in_bytes", 8 * GIB)
     groups.write("memory/memory.usage_in_bytes", 7 * GIB)

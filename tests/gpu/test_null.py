@@ -81,7 +81,7 @@ def test_rows_are_used_again() -> None:
     assert output.token_ids.tolist() == null_tokens(np.array([4], np.uint64), np.array([3], np.uint64), 256, 49152).tolist()
 
 
-def test_a_step_without_rows() -> None:
+def test_a_step_without_rows_has_no_output() -> None:
     output = _runner().execute(_step())
     assert (output.rows.size, output.token_ids.size, output.failed_rows) == (0, 0, {})
 
@@ -136,7 +136,7 @@ def test_an_end_where_it_is_asked_for(min_tokens: int, end: int) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 1, 5, -1])
-def test_logprobs(k: int) -> None:
+def test_logprobs_have_the_sampled_token_first_and_k_others(k: int) -> None:
     vocab_size = 300
     output = _runner(vocab_size=vocab_size).execute(_step(_request(logprobs=k), row_0=3))
     (entry,) = output.logprobs
@@ -176,7 +176,7 @@ def test_a_row_may_fail_alone() -> None:
     assert runner.execute(_step(freed=[0], row_1=1)).rows.tolist() == [1]
 
 
-def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "vocab_size=100, step_seconds=0.5,fail_while=load")
     assert NullSettings.from_environment() == NullSettings(vocab_size=100, step_seconds=0.5, fail_while="load")
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")

@@ -147,7 +147,7 @@ def test_seeds_of_choices_differ(seed: int) -> None:
     assert len(set(children)) == len(children)
 
 
-def test_greedy() -> None:
+def test_a_temperature_below_the_epsilon_is_greedy() -> None:
     assert SamplingParams(temperature=0.0).greedy
     assert SamplingParams(temperature=GREEDY_EPSILON / 2).greedy
     assert not SamplingParams(temperature=GREEDY_EPSILON).greedy

@@ -34,7 +34,7 @@ def failure(work: Callable[[], object]) -> Exception:
     return raised.value
 
 
-def test_quantization_on_a_gpu() -> None:
+def test_quantization_on_a_gpu_is_refused_for_good() -> None:
     error = failure(lambda: Numerics.choose("auto", "int8", torch.device("cuda")))
     assert is_permanent(error)
     assert describe(error) == "--quantization int8 is for the CPU; this engine runs on cuda"
@@ -48,7 +48,9 @@ def test_graph_sizes_are_checked_before_anything_is_loaded(folder: Path) -> None
 
 
 @pytest.mark.parametrize(("num_ranks", "num_gpus"), [(1, 0), (4, 2)])
-def test_fewer_gpus_than_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_gpus: int) -> None:
+def test_fewer_gpus_than_ranks_are_refused_for_good(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_gpus: int
+) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
     config = make_config(folder)
     config.model.device, config.parallel.tensor_parallel_size = "cuda", num_ranks

@@ -44,7 +44,7 @@ def test_an_unknown_operation_is_refused(capsys):
         ({"matrix": ""}, "no matrix instructions"),
     ],
 )
-def test_faults(change, fault):
+def test_faults_of_a_compiled_kernel_are_named(change, fault):
     assert FINE.faults == []
     (found,) = replace(FINE, **change).faults
     assert fault in found

@@ -151,7 +151,7 @@ def test_a_reader_that_leaves_early_is_no_error(redis_url: str) -> None:
     assert done.stderr == ""
 
 
-def test_version() -> None:
+def test_version_is_printed_by_command_and_option() -> None:
     from importlib.metadata import version
 
     assert headrace("version").stdout == version("headrace") + "\n"

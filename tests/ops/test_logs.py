@@ -41,7 +41,7 @@ def log_one(monkeypatch: pytest.MonkeyPatch, config: LogConfig) -> str:
     return stream.getvalue()
 
 
-def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_logs_have_the_named_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = log_one(monkeypatch, LogConfig(log_format="json")).splitlines()
     record = json.loads(line)
     assert {name: record[name] for name in ("level", "message", "role", "request_id", "logger")} == {
@@ -76,7 +76,7 @@ def test_json_logs_take_messages_that_are_no_text(monkeypatch: pytest.MonkeyPatc
     assert line.isascii() and json.loads(line)["message"] == f"read {what}"
 
 
-def test_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_logs_have_level_message_and_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     first, *trace = log_one(monkeypatch, LogConfig(log_format="text")).splitlines()
     assert first.split(" ", 1)[1] == "api         error   took 5 ms  request_id=r-1"
     assert trace[-1] == "ValueError: why"

@@ -64,12 +64,12 @@ def greedy_tokens_of_headrace(model: Path, data_dir: Path) -> list[int]:
     return tokens
 
 
-def test_a_safetensors_directory(smollm2_hf: Path, tmp_path: Path) -> None:
+def test_a_safetensors_directory_gives_the_tokens_of_transformers(smollm2_hf: Path, tmp_path: Path) -> None:
     assert greedy_tokens_of_headrace(smollm2_hf, tmp_path) == greedy_tokens_of_transformers(smollm2_hf)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K_M"])
-def test_a_file_of_llama_cpps_quantizer(kind: str, smollm2_gguf: Path, tmp_path: Path) -> None:
+def test_a_file_of_llama_cpps_quantizer_gives_the_tokens_of_transformers(kind: str, smollm2_gguf: Path, tmp_path: Path) -> None:
     file = tmp_path / f"smollm2.{kind}.gguf"
     command = [str(LLAMA / "llama-quantize"), "--allow-requantize", str(smollm2_gguf), str(file), kind]
     subprocess.run(command, env={**os.environ, "LD_LIBRARY_PATH": str(LLAMA)}, capture_output=True, check=True, timeout=300)

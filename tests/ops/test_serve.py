@@ -347,7 +347,7 @@ def test_a_second_serve_on_the_same_data_is_refused(calm_server: Serving, null_m
     assert server.complete().status_code == 200, "the first one goes on"
 
 
-def test_a_redis_of_ones_own(null_model: tuple[str, ...], redis_url: str, tmp_path: Path) -> None:
+def test_serve_uses_a_given_redis_and_starts_no_valkey(null_model: tuple[str, ...], redis_url: str, tmp_path: Path) -> None:
     with serving(*null_model, "--redis-url", redis_url, data_dir=tmp_path / "data") as server:
         assert server.complete().status_code == 200
         assert server.children("valkey") == []

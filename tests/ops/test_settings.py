@@ -66,7 +66,7 @@ def test_no_two_settings_share_a_name() -> None:
         ("served_model_name", "a", ["a"]),
     ],
 )
-def test_values(name: str, raw: Any, value: Any) -> None:
+def test_values_are_parsed_to_their_types(name: str, raw: Any, value: Any) -> None:
     parsed = parse(SETTINGS[name], raw, "here")
     assert parsed == value and type(parsed) is type(value)
 
@@ -156,7 +156,7 @@ def test_no_setting_has_a_name_that_kubernetes_sets() -> None:
     assert resolve({}, {setting.variable: "" for setting in SETTINGS.values()}).ignored == []
 
 
-def test_lists_in_the_environment() -> None:
+def test_lists_in_the_environment_are_split_at_commas_or_read_as_json() -> None:
     assert resolve({}, {"HEADRACE_SERVED_MODEL_NAME": "a, b"}).config.api.served_model_name == ["a", "b"]
     assert resolve({}, {"HEADRACE_API_KEY": '["x=1,2", "y=3"]'}).config.api.api_key == ["x=1,2", "y=3"]
 

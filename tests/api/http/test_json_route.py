@@ -115,11 +115,11 @@ async def test_only_json_is_read(given: str) -> None:
     assert (status, param) == (400, "header.content-type") and f"input={given!r}" in message
 
 
-async def test_a_content_type_with_parameters() -> None:
+async def test_a_content_type_may_have_parameters() -> None:
     assert await ask(b'{"prompt": "x"}', headers={"content-type": "Application/JSON; charset=utf-8"}) == (200, {"prompt": "x"})
 
 
-async def test_a_client_that_leaves_before_the_bodys_end() -> None:
+async def test_a_client_that_leaves_before_the_bodys_end_gets_no_error_answer() -> None:
     assert await ask(b'{"prompt"', leaves=True) == (CLIENT_CLOSED_REQUEST, None)
 
 

@@ -26,14 +26,14 @@ def answers(client: httpx.Client) -> bool:
         return False
 
 
-def test_https(null_server: LiveServer) -> None:
+def test_a_server_with_a_certificate_answers_https(null_server: LiveServer) -> None:
     _, url = null_server.start_api("--ssl-certfile", PEM, "--ssl-keyfile", PEM)
     with httpx.Client(base_url=url.replace("http:", "https:"), verify=False, timeout=10) as client:
         wait_for(lambda: answers(client), "the server")
         assert client.post("/v1/completions", json=ASK).text.endswith("data: [DONE]\n\n")
 
 
-def test_a_unix_socket(null_server: LiveServer, tmp_path: Path) -> None:
+def test_a_server_answers_on_a_unix_socket(null_server: LiveServer, tmp_path: Path) -> None:
     config = ApiConfig(uds=str(tmp_path / "api.sock"))
     with listen.bind(config) as listener:
         assert listen.url_of(listener, config) == "http://localhost"

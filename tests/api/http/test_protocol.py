@@ -132,13 +132,13 @@ async def test_an_offer_of_http2_is_passed_over(connect: Connect, pieces: tuple[
     assert (await socket.answer())["path"] == "/again", "the connection stays as it was"
 
 
-async def test_an_offer_without_a_body_and_what_is_pipelined_behind_it(connect: Connect) -> None:
+async def test_an_offer_of_http2_and_a_request_behind_it_are_both_answered(connect: Connect) -> None:
     socket = await (await connect()).say(f"GET /one HTTP/1.1\r\n{H2C}\r\nGET /two HTTP/1.1\r\nConnection: close\r\n\r\n")
     assert [(await socket.answer())["path"] for _ in range(2)] == ["/one", "/two"]
     assert await socket.rest() == b""
 
 
-async def test_an_offer_on_a_connection_that_is_to_close(connect: Connect) -> None:
+async def test_an_offer_of_http2_keeps_the_wish_to_close(connect: Connect) -> None:
     socket = await (await connect()).say("GET /x HTTP/1.1\r\nConnection: close, Upgrade\r\nUpgrade: h2c\r\n\r\n")
     assert (await socket.answer())["status"] == 200
     assert await socket.rest() == b""

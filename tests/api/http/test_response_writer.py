@@ -132,7 +132,7 @@ async def test_a_writer_is_not_ready_while_its_socket_is_full(app: App, client: 
     assert len(await reading) > writer.num_bytes
 
 
-async def test_a_client_that_leaves_a_full_socket(app: App, client: Client) -> None:
+async def test_a_writer_is_never_ready_again_after_its_client_left(app: App, client: Client) -> None:
     await client.ask()
     response = await app.response()
     writer, told = await response.start(), []
@@ -143,7 +143,7 @@ async def test_a_client_that_leaves_a_full_socket(app: App, client: Client) -> N
     assert not writer.ready and not told
 
 
-async def test_a_head_that_fills_the_socket(app: App, client: Client) -> None:
+async def test_a_writer_waits_for_a_socket_that_the_head_filled(app: App, client: Client) -> None:
     await client.ask()
     response = await app.response()
     writer, told = await response.start(*(100 * [(b"x-long", PIECE)])), []

@@ -89,7 +89,7 @@ def waiting(found: dict[tuple[str, frozenset[tuple[str, str]]], float], model: s
     )
 
 
-def test_an_engines_snapshot() -> None:
+def test_an_engines_snapshot_becomes_metrics() -> None:
     buckets = list(range(1, len(ITERATION_TOKENS_BOUNDS) + 2))
     info = engine(
         num_running=4,
@@ -123,7 +123,7 @@ def test_an_engines_snapshot() -> None:
     }] == 1  # fmt: skip
 
 
-def test_an_engine_that_has_not_stepped() -> None:
+def test_an_engine_that_has_not_stepped_has_metrics() -> None:
     assert list(EngineCollector("x", [engine()], {}).collect())
 
 
@@ -168,7 +168,7 @@ def test_a_prompt_without_a_first_token_does_not_count() -> None:
     assert found["headrace:e2e_request_latency_seconds_count", labels] == 4
 
 
-def test_everything_is_there_after_requests(null_server: LiveServer) -> None:
+def test_all_metrics_exist_after_a_request(null_server: LiveServer) -> None:
     assert null_server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 5}).status_code == 200
     assert null_server.http.get("/no/such/path").status_code == 404
     answer = null_server.http.get("/metrics")

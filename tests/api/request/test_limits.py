@@ -16,7 +16,7 @@ def test_default_limits_are_those_of_the_settings() -> None:
 
 
 @pytest.mark.parametrize(("num_prompts", "n"), [(1, 8), (4, 4), (0, 1), (2, 8)])
-def test_what_is_allowed(num_prompts: int, n: int) -> None:
+def test_requests_within_the_limits_pass(num_prompts: int, n: int) -> None:
     LIMITS.check_choices(num_prompts, n)
     LIMITS.check_stop_strings(["a", "b"])
     LIMITS.check_bad_words(3)
@@ -30,13 +30,13 @@ def test_what_is_allowed(num_prompts: int, n: int) -> None:
         (3, 6, r"3 prompt\(s\) with n=6 make 18 choices; .* at most 16", "n"),
     ],
 )
-def test_too_many_choices(num_prompts: int, n: int, message: str, param: str) -> None:
+def test_too_many_choices_are_refused(num_prompts: int, n: int, message: str, param: str) -> None:
     with pytest.raises(BadRequest, match=message) as caught:
         LIMITS.check_choices(num_prompts, n)
     assert caught.value.param == param
 
 
-def test_too_many_words() -> None:
+def test_too_many_words_are_refused() -> None:
     with pytest.raises(BadRequest, match="stop must contain at most 2 strings, got 3"):
         LIMITS.check_stop_strings(["a"] * 3)
     with pytest.raises(BadRequest, match="stop must have at most 16384 characters, got 16385"):

@@ -33,7 +33,7 @@ def render(template: ChatTemplate, *messages: dict[str, Any]) -> str:
     return render_chat(TemplateFields.model_validate({"messages": list(messages)}), template, {})
 
 
-def test_content_as_the_template_takes_it() -> None:
+def test_content_is_rendered_in_the_form_that_the_template_takes() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert render(PLAIN, parts, {"role": "assistant", "content": None}) == "<user>a\nb<assistant>"
     assert render(PARTS, parts, {"role": "user", "content": "c"}) == "<user>[text a][text b]<user>[text c]"
@@ -54,7 +54,7 @@ def test_a_developer_is_the_system_to_templates_that_know_no_developer() -> None
         render(USERS_ALONE, *talk)
 
 
-def test_a_role_that_would_be_left_out() -> None:
+def test_a_role_that_the_template_leaves_out_is_refused() -> None:
     talk = {"role": "usr", "content": "Hi"}
     assert render(PLAIN, talk) == "<usr>Hi"
     with pytest.raises(BadRequest, match="does not take messages of the role 'usr'"):
@@ -87,7 +87,7 @@ def test_arguments_of_calls_are_objects_for_the_template() -> None:
         (Truncation(None), [1, 2, 3, 4, 5, 6, 7]),
     ],
 )
-def test_truncation(truncation: Truncation, expected: list[int]) -> None:
+def test_truncation_keeps_the_wanted_end(truncation: Truncation, expected: list[int]) -> None:
     assert checked(Prompt([1, 2, 3, 4, 5, 6, 7]), LIMITS, truncation).token_ids == expected
 
 
@@ -119,7 +119,7 @@ def test_a_text_that_cannot_fit_is_refused_untokenized(tokenizer: TextTokenizer)
     assert caught.value.param == "input_text"
 
 
-def test_truncation_beyond_the_context() -> None:
+def test_truncation_beyond_the_context_is_refused() -> None:
     with pytest.raises(BadRequest, match="truncate_prompt_tokens=11 cannot be greater"):
         check_truncation(11, LIMITS)
 
@@ -128,18 +128,18 @@ def test_truncation_beyond_the_context() -> None:
     ("prompt", "expected"),
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ("", [""])],
 )
-def test_kinds_of_prompts(prompt: Any, expected: list[Any]) -> None:
+def test_prompts_come_as_text_token_ids_or_lists_of_these(prompt: Any, expected: list[Any]) -> None:
     assert completion_prompts(prompt) == expected
 
 
 @pytest.mark.parametrize(
     ("prompt", "count"), [(None, 0), ("", 0), ([], 0), ("a", 1), (["a", "b"], 2), ([1, 2], 1), ([[1], [2, 3]], 2)]
 )
-def test_how_many_prompts(prompt: Any, count: int) -> None:
+def test_prompts_are_counted(prompt: Any, count: int) -> None:
     assert num_prompts(prompt) == count
 
 
 @pytest.mark.parametrize("prompt", [None, []])
-def test_no_prompt(prompt: Any) -> None:
+def test_a_missing_or_empty_prompt_is_refused(prompt: Any) -> None:
     with pytest.raises(BadRequest):
         completion_prompts(prompt)

@@ -97,7 +97,7 @@ def test_logit_bias_is_clamped(tokenizer: TextTokenizer) -> None:
     assert make(tokenizer, logit_bias={"5": 1e9, "6": -500, "7": 1.5}).logit_bias == {5: 100.0, 6: -100.0, 7: 1.5}
 
 
-def test_bad_words_with_and_without_a_space_before(tokenizer: TextTokenizer) -> None:
+def test_bad_words_are_banned_with_and_without_a_space_before(tokenizer: TextTokenizer) -> None:
     sequences = make(tokenizer, bad_words=["cat"]).bad_words_token_ids
     assert [tokenizer.decode(sequence) for sequence in sequences] == ["cat", " cat"]
 

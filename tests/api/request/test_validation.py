@@ -268,7 +268,9 @@ def error(message: str, type: str, code: int, param: str | None = None) -> dict[
 
 
 @pytest.mark.parametrize(("path", "fields", "message", "param", "type"), BAD_VALUES)
-def test_bad_values(null_server: LiveServer, path: str, fields: dict[str, Any], message: str, param: str | None, type: str) -> None:
+def test_bad_values_are_refused_with_their_field(
+    null_server: LiveServer, path: str, fields: dict[str, Any], message: str, param: str | None, type: str
+) -> None:
     answer = null_server.http.post(path, json=body_of(path, fields))
     assert answer.json() == error(message, type, 400, param)
     assert answer.status_code == 400
@@ -292,7 +294,9 @@ def no_json(said: str) -> dict[str, Any]:
         (b'{"prompt": "x", "logit_bias": {"5": NaN}}', error("logit_bias values must be numbers.", BAD, 400, "logit_bias")),
     ],
 )
-def test_bad_bytes(null_server: LiveServer, content: bytes, expected: dict[str, Any]) -> None:
+def test_broken_json_and_numbers_that_are_not_finite_are_refused(
+    null_server: LiveServer, content: bytes, expected: dict[str, Any]
+) -> None:
     answer = null_server.http.post(TEXT, content=content, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()) == (400, expected)
 
@@ -328,19 +332,21 @@ def test_a_pair_of_surrogates_is_a_character(null_server: LiveServer) -> None:
         ),
     ],
 )
-def test_routes(null_server: LiveServer, method: str, path: str, status: int, expected: dict[str, Any]) -> None:
+def test_unknown_routes_requests_and_models_are_refused(
+    null_server: LiveServer, method: str, path: str, status: int, expected: dict[str, Any]
+) -> None:
     answer = null_server.http.request(method, path)
     assert (answer.status_code, answer.json()) == (status, expected)
 
 
-def test_an_unknown_model(null_server: LiveServer) -> None:
+def test_an_unknown_model_is_a_404(null_server: LiveServer) -> None:
     answer = null_server.http.post(TEXT, json={"prompt": "x", "model": "gpt-17"})
     expected = error("The model `gpt-17` does not exist. Valid aliases: `tiny`.", "NotFoundError", 404, "model")
     assert (answer.status_code, answer.json()) == (404, expected)
 
 
 @pytest.mark.parametrize("given", ["soon", "1.5", str(2**63)])
-def test_priorities_in_the_header(null_server: LiveServer, given: str) -> None:
+def test_bad_priorities_in_the_header_are_refused(null_server: LiveServer, given: str) -> None:
     answer = null_server.http.post(TEXT, json={"prompt": "x"}, headers={"X-Vllm-Priority": given})
     message = "X-Vllm-Priority must be an integer of 64 bits."
     assert (answer.status_code, answer.json()) == (400, error(message, BAD, 400, "X-Vllm-Priority"))

@@ -32,7 +32,7 @@ def test_half_a_character_has_bytes(tokenizer: TextTokenizer) -> None:
     assert completion["tokens"] == ["bytes:" + "".join(f"\\x{byte:02x}" for byte in content["bytes"])]
 
 
-def test_tokens_as_ids(tokenizer: TextTokenizer) -> None:
+def test_tokens_are_shown_as_ids_on_request(tokenizer: TextTokenizer) -> None:
     entry = TokenLogprobs(3, [7, 9], [-0.5, -0.25], 2)
     formatter = LogprobsFormatter(tokenizer, as_token_ids=True)
     assert formatter.chat([entry], 0)["content"][0]["token"] == "token_id:7"
@@ -52,7 +52,7 @@ def test_minus_infinity_is_a_number(tokenizer: TextTokenizer) -> None:
     assert LogprobsFormatter(tokenizer).completion([entry], 1)["token_logprobs"] == [-9999.0]
 
 
-def test_prompt_logprobs_from_parts_that_overlap(tokenizer: TextTokenizer) -> None:
+def test_prompt_logprobs_join_from_parts_that_overlap(tokenizer: TextTokenizer) -> None:
     collector = PromptLogprobsCollector([40, 41, 42, 43])
     collector.add(part(1, [[41, 50], [42, 51]]))
     assert not collector.complete
@@ -66,7 +66,7 @@ def test_prompt_logprobs_from_parts_that_overlap(tokenizer: TextTokenizer) -> No
     assert rows[1]["50"]["rank"] == 1
 
 
-def test_entries_of_an_echo(tokenizer: TextTokenizer) -> None:
+def test_an_echo_has_an_entry_for_each_prompt_token(tokenizer: TextTokenizer) -> None:
     token_ids = tokenizer.encode("naïve 🚀")
     collector = PromptLogprobsCollector(token_ids)
     collector.add(part(1, [[token_id] for token_id in token_ids[1:]]))

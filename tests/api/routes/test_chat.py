@@ -58,7 +58,7 @@ def test_a_whole_answer_has_every_field(null_server: LiveServer) -> None:
     assert usage["prompt_tokens_details"] is None
 
 
-def test_the_order_of_a_stream(null_server: LiveServer) -> None:
+def test_a_stream_has_roles_text_ends_and_usage_in_this_order(null_server: LiveServer) -> None:
     events = stream(null_server, n=2, stream_options={"include_usage": True})
     roles, rest = events[:2], events[2:]
     for index, event in enumerate(roles):
@@ -76,7 +76,7 @@ def test_the_order_of_a_stream(null_server: LiveServer) -> None:
     assert all(end["delta"] == {} and end["stop_reason"] is None for end in ends)
 
 
-def test_usage_in_every_chunk(null_server: LiveServer) -> None:
+def test_continuous_usage_is_in_every_chunk(null_server: LiveServer) -> None:
     events = stream(null_server, stream_options={"include_usage": True, "continuous_usage_stats": True})
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == sorted(counts)
@@ -153,7 +153,7 @@ def test_without_a_limit_the_context_is_filled(null_server: LiveServer) -> None:
     assert usage["total_tokens"] == 2048
 
 
-def test_prompt_logprobs(null_server: LiveServer) -> None:
+def test_prompt_logprobs_have_a_row_for_each_prompt_token(null_server: LiveServer) -> None:
     body = ask(null_server, prompt_logprobs=2, return_token_ids=True)
     rows, token_ids = body["prompt_logprobs"], body["prompt_token_ids"]
     assert rows[0] is None
@@ -161,7 +161,7 @@ def test_prompt_logprobs(null_server: LiveServer) -> None:
     assert all(str(token_id) in row for row, token_id in zip(rows[1:], token_ids[1:], strict=True))
 
 
-def test_the_prompt_as_text(null_server: LiveServer) -> None:
+def test_return_prompt_text_shows_the_rendered_prompt(null_server: LiveServer) -> None:
     text = ask(null_server, return_prompt_text=True)["prompt_text"]
     assert text.endswith("<|im_start|>user\nSay something.<|im_end|>\n<|im_start|>assistant\n")
 

@@ -78,7 +78,7 @@ def test_text_and_tokens_are_the_same_prompt(null_server: LiveServer, tokenizer:
 
 
 @pytest.mark.parametrize("logprobs", [0, 1, 5])
-def test_scoring_a_prompt(null_server: LiveServer, tokenizer: TextTokenizer, logprobs: int) -> None:
+def test_a_scored_prompt_has_logprobs_of_each_token(null_server: LiveServer, tokenizer: TextTokenizer, logprobs: int) -> None:
     prompt = "Scoring: naïve 🚀 text"
     body = ask(null_server, prompt, echo=True, max_tokens=0, logprobs=logprobs)
     (choice,) = body["choices"]
@@ -107,7 +107,7 @@ def test_offsets_point_into_the_text(null_server: LiveServer) -> None:
             assert text[offset : offset + len(token)] == token
 
 
-def test_token_ids_of_prompt_and_output(null_server: LiveServer, tokenizer: TextTokenizer) -> None:
+def test_return_token_ids_shows_prompt_and_output(null_server: LiveServer, tokenizer: TextTokenizer) -> None:
     (choice,) = ask(null_server, return_token_ids=True)["choices"]
     assert choice["prompt_token_ids"] == tokenizer.encode("Once upon")
     assert len(choice["token_ids"]) == 6
@@ -123,7 +123,7 @@ def test_truncation_keeps_the_end(null_server: LiveServer) -> None:
     assert body["usage"]["prompt_tokens"] == 2
 
 
-def test_many_prompts_at_once(null_server: LiveServer) -> None:
+def test_a_hundred_prompts_are_answered_in_order(null_server: LiveServer) -> None:
     answer = null_server.http.post(PATH, json={"prompt": ["x"] * 100, "max_tokens": 2}, timeout=60)
     assert [choice["index"] for choice in answer.json()["choices"]] == list(range(100))
     assert answer.headers["x-headrace-request-id"].endswith(", ...")

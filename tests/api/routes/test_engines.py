@@ -45,7 +45,7 @@ def test_only_an_admin_may_reset_the_prefix_cache(slow_server: LiveServer) -> No
     assert slow_server.http.post("/reset_prefix_cache", headers={"Authorization": f"Bearer {KEYS['ops']}"}).status_code == 200
 
 
-def test_tokenizer_info(server: LiveServer, null_server: LiveServer) -> None:
+def test_tokenizer_info_is_shown_only_if_enabled(server: LiveServer, null_server: LiveServer) -> None:
     told = server.http.get("/tokenizer_info").json()
     assert told["eos_token"] == "<|im_end|>" and "messages" in told["chat_template"]
     assert null_server.http.get("/tokenizer_info").status_code == 404

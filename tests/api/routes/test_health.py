@@ -47,12 +47,12 @@ def test_head_of_an_unknown_path_is_a_404(null_server: LiveServer) -> None:
     assert null_server.http.head("/v1/completions").status_code == 405
 
 
-def test_version_and_load(null_server: LiveServer) -> None:
+def test_version_and_load_are_shown(null_server: LiveServer) -> None:
     assert null_server.http.get("/version").json() == {"version": VERSION}
     assert null_server.http.get("/load").json() == {"server_load": 0}
 
 
-def test_models(null_server: LiveServer) -> None:
+def test_a_model_is_listed_and_found_by_name(null_server: LiveServer) -> None:
     listing = null_server.http.get("/v1/models").json()
     (card,) = listing["data"]
     assert listing["object"] == "list"
@@ -60,7 +60,7 @@ def test_models(null_server: LiveServer) -> None:
     assert null_server.http.get("/v1/models/tiny").json() == card
 
 
-def test_tokenize_text(null_server: LiveServer, tokenizer: TextTokenizer) -> None:
+def test_tokenize_and_detokenize_are_inverse(null_server: LiveServer, tokenizer: TextTokenizer) -> None:
     body = {"prompt": "naïve 🚀", "return_token_strs": True}
     answer = null_server.http.post("/tokenize", json=body).json()
     token_ids = tokenizer.encode("naïve 🚀")

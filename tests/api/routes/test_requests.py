@@ -112,7 +112,7 @@ async def test_a_whole_answer_that_is_aborted_has_the_text_so_far(slow_server: L
     assert answer["usage"]["completion_tokens"] == told["output_tokens"]
 
 
-async def test_an_abort_of_a_request_that_waits(slow_server: LiveServer) -> None:
+async def test_an_abort_ends_a_waiting_request_without_a_token(slow_server: LiveServer) -> None:
     """Eight run, the ninth waits in Redis or in the engine's line: it ends without a token."""
     async with client(slow_server, "alice") as http:
         body = {"prompt": ["fill"] * 8, "max_tokens": 1500}

@@ -42,7 +42,7 @@ def test_continue_final_message_equals_transformers(source: str) -> None:
     assert template.render(TALK, add_generation_prompt=False, continue_final_message=True) == expected[0]
 
 
-def test_a_template_that_drops_the_final_message() -> None:
+def test_a_template_that_drops_the_final_message_cannot_continue_it() -> None:
     with pytest.raises(BadRequest, match="does not appear"):
         ChatTemplate("{{ messages[0].content }}").render(TALK, False, True)
 
@@ -65,7 +65,7 @@ def test_a_template_with_a_syntax_error_is_a_bad_request() -> None:
         ChatTemplate("{% for %}")
 
 
-def test_variables_of_the_request() -> None:
+def test_variables_of_the_request_override_defaults_but_not_messages() -> None:
     template = ChatTemplate("{{ enable_thinking }}{{ strftime_now('%Y') | length }}", {"enable_thinking": False})
     assert template.render(TALK, extra={"enable_thinking": True}) == "True4"
     with pytest.raises(BadRequest, match="chat_template_kwargs"):
@@ -107,7 +107,7 @@ def test_templates_are_probed_for_content_none() -> None:
     assert not ChatTemplate(EACH % "{{ 'A' + m.content }}").forms("assistant", False).none
 
 
-def test_a_role_that_the_template_refuses_itself() -> None:
+def test_templates_are_probed_for_roles_that_they_refuse() -> None:
     source = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + EACH % "{{ m.content }}"
     assert ChatTemplate(source).forms("system", True).raises
     assert not ChatTemplate(source).forms("user", True).raises

@@ -31,7 +31,7 @@ def test_pushes_add_up_to_the_whole_decode(tokenizer: TextTokenizer, token_ids: 
 
 
 @given(st.lists(st.integers(0x80, 0xFF), max_size=12))
-def test_bytes_that_never_become_characters(tokenizer: TextTokenizer, values: list[int]) -> None:
+def test_bytes_that_never_become_characters_equal_the_whole_decode(tokenizer: TextTokenizer, values: list[int]) -> None:
     assert tokenizer.bytes is not None
     by_piece = {piece: token_id for token_id, piece in enumerate(tokenizer.bytes.pieces) if len(piece) == 1}
     token_ids = [by_piece[bytes([value])] for value in values if bytes([value]) in by_piece]
@@ -48,7 +48,7 @@ def test_characters_cut_across_tokens_are_never_shown_in_halves(tokenizer: TextT
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_prompt_that_ends_inside_a_character(tokenizer: TextTokenizer, text: str) -> None:
+def test_an_output_begins_with_the_character_that_the_prompt_cut(tokenizer: TextTokenizer, text: str) -> None:
     """Wherever the prompt is cut, the output begins with the character that it left unfinished, and shows nothing before it."""
     token_ids = tokenizer.encode("The prompt: " + text)
     whole = tokenizer.decode(token_ids)
@@ -61,7 +61,7 @@ def test_a_prompt_that_ends_inside_a_character(tokenizer: TextTokenizer, text: s
             assert shown + "".join(run(detokenizer, token_ids[cut:])) == whole
 
 
-def test_a_cut_character_that_the_output_does_not_finish(tokenizer: TextTokenizer) -> None:
+def test_a_cut_character_that_the_output_does_not_finish_is_shown_only_in_an_echo(tokenizer: TextTokenizer) -> None:
     """Its bytes are the prompt's: without an echo the output does not answer for them, with one they are shown as U+FFFD."""
     emoji = tokenizer.encode("🚀")
     assert len(emoji) > 1
@@ -84,7 +84,7 @@ def test_ids_outside_of_the_vocabulary_show_nothing(tokenizer: TextTokenizer) ->
 @pytest.mark.parametrize(
     ("data", "tail"), [(b"abc", b""), (b"ab\xe2\x82", b"\xe2\x82"), (b"\xff", b""), ("é".encode(), b""), (b"\xf0", b"\xf0")]
 )
-def test_unfinished_tail(data: bytes, tail: bytes) -> None:
+def test_the_unfinished_tail_of_bytes_is_found(data: bytes, tail: bytes) -> None:
     assert unfinished_tail(data) == tail
 
 

@@ -71,7 +71,7 @@ def test_nothing_is_held_but_what_may_still_match(stop: list[str], pieces: list[
         (["\n\n"], ["a\n", "\nb"], ("a", "\n\n")),
     ],
 )
-def test_examples(stop: list[str], pieces: list[str], expected: tuple[str, str | None]) -> None:
+def test_worked_examples_are_matched(stop: list[str], pieces: list[str], expected: tuple[str, str | None]) -> None:
     assert run(stop, pieces) == expected
 
 

@@ -123,7 +123,7 @@ def test_roles_keys_and_list_items_are_guarded_too(tokenizer: TextTokenizer) -> 
     assert tokenizer.guarded(said) == [{"role": guard, "calls": [{guard: [guard, 1, None]}]}]
 
 
-def test_tokens_around_a_guarded_text(tokenizer: TextTokenizer) -> None:
+def test_special_tokens_around_a_guarded_text_stay(tokenizer: TextTokenizer) -> None:
     library: Any = Tokenizer.from_str(SENTENCEPIECE._tokenizer.to_str())
     library.post_processor = processors.TemplateProcessing(
         single="<unk> $A <|end|>", special_tokens=[("<unk>", 0), ("<|end|>", 267)]

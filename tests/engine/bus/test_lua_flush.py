@@ -201,7 +201,7 @@ def test_without_memory_admitted_requests_continue_and_end(world: World) -> None
     world.check_integrity()
 
 
-def test_a_step_of_a_thousand_ends(world: World) -> None:
+def test_one_flush_ends_a_thousand_requests(world: World) -> None:
     engine = world.engine()
     for _ in range(4):
         world.enqueue(*(world.request() for _ in range(256)))

@@ -21,7 +21,7 @@ def world(each_redis_url: str) -> Iterator[World]:
         yield world
 
 
-def test_the_lowest_free_slot_under_a_new_incarnation(world: World) -> None:
+def test_a_claim_gives_the_lowest_free_slot_and_a_new_incarnation(world: World) -> None:
     first, second, third = world.engine(), world.engine(), world.engine()
     assert [engine.slot for engine in (first, second, third)] == ["0", "1", "2"]
     world.crash(second)

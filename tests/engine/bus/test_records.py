@@ -143,7 +143,7 @@ def test_a_tokenizer_is_found_by_its_hash(world: World) -> None:
     assert world.bus.run(get_tokenizer(world.model, "other")) is None
 
 
-def test_the_depth_of_the_queue(world: World) -> None:
+def test_queue_depth_counts_requests_choices_and_prompt_tokens(world: World) -> None:
     world.enqueue(world.request(tokens=5, n=2), world.request(tokens=7), world.request(tokens=11))
     assert world.bus.run(queue_depth(world.model)) == QueueDepth(3, 4, 23, live=3, live_choices=4)
     world.take(world.engine())

@@ -11,7 +11,7 @@ STREAM = b"+OK\r\n:-7\r\n$-1\r\n$6\r\na\r\nb\r\n\r\n*-1\r\n*3\r\n$2\r\nok\r\n*2\
 ANSWERS = [b"OK", -7, None, b"a\r\nb\r\n", None, [b"ok", [1, b""], b"x"], []]
 
 
-def test_commands() -> None:
+def test_commands_are_packed_as_arrays_of_strings() -> None:
     assert (
         pack("SET", b"\x00\r\n", 5, 0.5, "ä") == b"*5\r\n$3\r\nSET\r\n$3\r\n\x00\r\n\r\n$1\r\n5\r\n$3\r\n0.5\r\n$2\r\n\xc3\xa4\r\n"
     )

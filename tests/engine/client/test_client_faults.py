@@ -26,7 +26,7 @@ async def generated(client: AsyncClient, request_id: str) -> tuple[EngineCoreReq
     return request, follower.num_tokens
 
 
-async def test_messages_that_make_no_sense(redis_url: str, engine: RunningEngine, client: AsyncClient) -> None:
+async def test_nonsensical_messages_do_not_end_the_client(redis_url: str, engine: RunningEngine, client: AsyncClient) -> None:
     one, two = encode_column([1]), encode_column([1, 2])
     lopsided = EngineCoreOutputs("e", 1, 1, handles=two + two, choices=one, offsets=two, token_ids=one)
     with redis.Redis.from_url(redis_url) as wire:
@@ -35,7 +35,7 @@ async def test_messages_that_make_no_sense(redis_url: str, engine: RunningEngine
     assert (await generated(client, "r-1"))[1] == 5
 
 
-async def test_an_engine_whose_announcement_cannot_be_read(redis_url: str, engine: RunningEngine, client: AsyncClient) -> None:
+async def test_an_unreadable_announcement_hides_its_engine_only(redis_url: str, engine: RunningEngine, client: AsyncClient) -> None:
     with redis.Redis.from_url(redis_url) as wire:
         for model in ("odd", MODEL):
             wire.sadd(keys.models(), model)
@@ -46,7 +46,9 @@ async def test_an_engine_whose_announcement_cannot_be_read(redis_url: str, engin
     assert "odd" not in client.models()
 
 
-async def test_a_record_that_cannot_be_read(redis_url: str, engine: RunningEngine, client: AsyncClient) -> None:
+async def test_an_unreadable_record_ends_its_stream_with_an_error(
+    redis_url: str, engine: RunningEngine, client: AsyncClient
+) -> None:
     request, _ = await generated(client, "r-1")
     with redis.Redis.from_url(redis_url) as wire:
         wire.hset(keys.record(MODEL, "r-1"), "output", b"\xc1")

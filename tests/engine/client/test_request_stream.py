@@ -93,7 +93,7 @@ def test_a_stop_string_drops_later_tokens_and_still_ends_once() -> None:
     assert told(follower) == ([[5, 6]], [1])
 
 
-def test_a_stop_string_in_what_came_before_the_end() -> None:
+def test_a_stop_string_in_late_tokens_wins_over_the_engines_end() -> None:
     """The engine's own end was here first, without the tokens before it."""
     stream, follower, finishes = make_stream(stop={0: 1})
     stream.take_terminal(terminal(0, 2))

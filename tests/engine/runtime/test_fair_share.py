@@ -47,7 +47,9 @@ async def test_two_engines_get_equal_numbers(start_engine: Callable[..., Running
         await settled(engine)
 
 
-async def test_one_request_at_a_time(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
+async def test_single_requests_are_taken_though_two_engines_ask(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient
+) -> None:
     start_engine(), start_engine()
     for _ in range(6):
         assert (await run(client, 1, max_tokens=2)).total() == 1

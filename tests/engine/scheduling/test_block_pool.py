@@ -117,7 +117,7 @@ def test_evicting_one_of_two_equal_blocks_keeps_the_other() -> None:
         pool.check_integrity([[twins[first_out]], [twins[1 - first_out]]])
 
 
-def test_three_equal_blocks() -> None:
+def test_the_last_of_three_equal_blocks_is_still_found() -> None:
     pool = BlockPool(4)
     triplets = pool.allocate(3)
     for block in triplets:

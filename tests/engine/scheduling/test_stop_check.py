@@ -51,7 +51,9 @@ GOES_ON = (None, None)
         ({"max_tokens": 99, "max_model_len": 10}, [5, 5], [GOES_ON, (LENGTH, None)]),
     ],
 )
-def test_ends(sampling: dict[str, Any], token_ids: list[int], ends: list[Any]) -> None:
+def test_a_request_ends_at_the_right_token_for_the_right_reason(
+    sampling: dict[str, Any], token_ids: list[int], ends: list[Any]
+) -> None:
     engine = Engine(max_model_len=sampling.pop("max_model_len", 128))
     engine.add(make_request("a", 8, **{"ignore_eos": False, "max_tokens": 4, **sampling}))
     assert sample(engine.scheduler, token_ids) == ends

@@ -133,7 +133,7 @@ def test_a_ranks_rows_are_those_of_its_heads(tmp_path: Path) -> None:
         assert torch.equal(checkpoint.tensor(name, torch.bfloat16, rows=slice(3, 21)), whole[3:21].bfloat16())
 
 
-def test_configuration_of_the_real_model(smollm2_gguf: Path) -> None:
+def test_the_configuration_of_the_real_model_is_read(smollm2_gguf: Path) -> None:
     with open_checkpoint(str(smollm2_gguf)) as checkpoint:
         config = checkpoint.config
     assert (config.architecture, config.vocab_size, config.hidden_size, config.intermediate_size) == ("llama", 49152, 576, 1536)
@@ -188,13 +188,15 @@ def llama3_factors(theta: float = 500000.0, factor: float = 32.0) -> np.ndarray:
         ({"llama.rope.freq_base": 500000.0}, {"rope_freqs.weight": llama3_factors}, LLAMA3),
     ],
 )
-def test_rope_scaling(metadata: dict[str, Any], extra: dict[str, Any], expected: RopeScaling | None, tmp_path: Path) -> None:
+def test_rope_scaling_is_read(
+    metadata: dict[str, Any], extra: dict[str, Any], expected: RopeScaling | None, tmp_path: Path
+) -> None:
     made = {name: make() for name, make in extra.items()}
     with open_checkpoint(str(write_gguf(tmp_path / "model.gguf", metadata=metadata, extra=made))) as checkpoint:
         assert checkpoint.config.rope_scaling == expected
 
 
-def test_end_tokens(tmp_path: Path) -> None:
+def test_end_tokens_are_read_from_metadata_and_chat_template(tmp_path: Path) -> None:
     tokens = ["<s>", "</s>", "<|im_end|>", "<|eot_id|>", *(f"t{index}" for index in range(36))]
     metadata = {
         "tokenizer.ggml.model": "gpt2",
@@ -420,7 +422,7 @@ def test_no_single_wrong_byte_of_a_header_does_more_than_refuse(tmp_path: Path) 
     assert refused > 100
 
 
-def test_a_file_cut_after_it_was_opened(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_while_open_is_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf")
     with open_checkpoint(str(path)) as checkpoint:
         os.truncate(path, 4000)

@@ -237,7 +237,7 @@ def test_a_broken_directory_is_refused_with_its_reason(change: Callable[[Path], 
     assert "\n" not in str(error.value)
 
 
-def test_an_empty_directory_and_a_stray_file(tmp_path: Path) -> None:
+def test_an_empty_directory_and_a_stray_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a model directory"):
         open_checkpoint(str(tmp_path))
     (tmp_path / "model.txt").write_text("not a model, but long enough for a header")
@@ -357,7 +357,7 @@ def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
         ({"head_dim": None, "num_key_value_heads": None}, {"head_dim": 16, "num_kv_heads": 4}),
     ],
 )
-def test_configurations(config: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_fields_of_configurations_are_read(config: dict[str, Any], expected: dict[str, Any]) -> None:
     read = ArchitectureConfig.from_hf_config({**CONFIG, **config})
     assert {name: getattr(read, name) for name in expected} == expected
 
