@@ -77,6 +77,11 @@ class ApiConfig:
     max_n: int = option(16384, "largest n of a request; a larger one is a 400")
     max_prompts: int = option(1024, "most prompts of one completion request; more are a 400")
     max_choices: int = option(4096, "most choices of one request, its prompts times n; more are a 400")
+    max_request_logprobs: int = option(
+        4 * 1024 * 1024,
+        "most logprobs of one request: of its prompts' tokens and of all that it may generate, each token with its alternatives; "
+        "more are a 400; each takes 8 bytes in the engine and in Redis and about 150 in the API server",
+    )
     max_stop_strings: int = option(4, "most stop strings of a request; more are a 400")
     max_bad_words: int = option(128, "most token sequences of a request's bad_words; more are a 400")
     request_timeout: float = option(

@@ -51,7 +51,10 @@ class ModelConfig:
         "most tokens of a prompt and its output together (1k and 2K are allowed); default: the model's own limit; "
         "-1: as many as fit",
     )
-    max_logprobs: int = option(20, "most logprobs that a request may ask for, for each token; -1: the whole vocabulary")
+    max_logprobs: int = option(
+        20,
+        "most logprobs that a request may ask for, for each token, within --max-request-logprobs in all; -1: the vocabulary",
+    )
     logprobs_mode: str = option(
         "raw_logprobs",
         "raw_logprobs: before penalties, temperature and filters; processed_logprobs: after them",

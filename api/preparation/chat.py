@@ -38,6 +38,7 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, rules: Request
     sampling = make_sampling_params(
         body, model.tokenizer, model.limits, rules.limits, config, max_tokens, logprobs, body.prompt_logprobs
     )
+    rules.limits.check_logprobs(sampling, len(prompt.token_ids), max_tokens * sampling.n, model.limits.vocab_size)
     role = ROLE if body.add_generation_prompt else body.messages[-1].role
     return Task(
         endpoint="/v1/chat/completions",

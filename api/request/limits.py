@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from api.errors import BadRequest
 from engine.config import ApiConfig
+from engine.protocol import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class RequestLimits:
     max_n: int = 16384
     max_prompts: int = 1024
     max_choices: int = 4096
+    max_request_logprobs: int = 4 * 1024 * 1024
     max_stop_strings: int = 4
     max_bad_words: int = 128
     # No settings: more is a mistake, or worse.
@@ -24,7 +26,8 @@ class RequestLimits:
 
     @classmethod
     def of(cls, config: ApiConfig) -> RequestLimits:
-        return cls(config.max_n, config.max_prompts, config.max_choices, config.max_stop_strings, config.max_bad_words)
+        names = ("max_n", "max_prompts", "max_choices", "max_request_logprobs", "max_stop_strings", "max_bad_words")
+        return cls(**{name: getattr(config, name) for name in names})
 
     def check_choices(self, num_prompts: int, n: int) -> None:
         """Raises BadRequest for more prompts, choices of a prompt, or choices in all than one request may have."""
@@ -38,6 +41,20 @@ class RequestLimits:
             message = f"{choices}; this server answers at most {self.max_choices} in one request (--max-choices)."
             raise BadRequest(message, param="n")
 
+    def check_logprobs(self, sampling: SamplingParams, num_prompt_tokens: int, num_output_tokens: int, vocab_size: int) -> None:
+        """Tokens whose logprobs the answer shows, of all prompts and of all choices. Raises BadRequest."""
+        of_prompts = num_prompt_tokens * _logprobs_a_token(sampling.prompt_logprobs, vocab_size)
+        of_outputs = num_output_tokens * _logprobs_a_token(sampling.logprobs, vocab_size)
+        if of_prompts + of_outputs > self.max_request_logprobs:
+            prompts = f"{of_prompts:,} of {num_prompt_tokens:,} prompt tokens"
+            outputs = f"{of_outputs:,} of up to {num_output_tokens:,} output tokens"
+            raise BadRequest(
+                f"This request asks for too many logprobs: {prompts} and {outputs}. This server gives at most "
+                f"{self.max_request_logprobs:,} in one request (--max-request-logprobs). Please ask for fewer of each token, or "
+                "set a smaller max_tokens or n.",
+                param="prompt_logprobs" if of_prompts > of_outputs else "logprobs",
+            )
+
     def check_stop_strings(self, words: Sequence[str]) -> None:
         if len(words) > self.max_stop_strings:
             raise BadRequest(f"stop must contain at most {self.max_stop_strings} strings, got {len(words)}.", param="stop")
@@ -49,3 +66,10 @@ class RequestLimits:
         if count > self.max_bad_words:
             what = "bad words after tokenization" if tokenized else "bad words"
             raise BadRequest(f"Too many {what}: {count}. The max number is {self.max_bad_words}.", param="bad_words")
+
+
+def _logprobs_a_token(count: int | None, vocab_size: int) -> int:
+    """The token's own and `count` alternatives; -1: the whole vocabulary."""
+    if count is None:
+        return 0
+    return 1 + (vocab_size if count == -1 else count)

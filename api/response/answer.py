@@ -10,11 +10,9 @@ from starlette.responses import Response
 from api.errors import ApiError
 from api.http.json_route import CLIENT_CLOSED_REQUEST
 from api.http.response_writer import ResponseWriter
-from api.response.chunk_format import AnswerFormat
+from api.response.chunk_format import LONG_TOKENS, AnswerFormat
 from api.response.generation import Generation
 from api.response.output_processor import ChoiceOutput, CollectedOutput
-
-LONG_TOKENS = 8192  # whose JSON is made in some milliseconds
 
 
 class WholeAnswer:

@@ -19,6 +19,8 @@ from api.response.usage import Usage
 from api.version import system_fingerprint
 from engine.config import ApiConfig
 
+LONG_TOKENS = 8192  # whose JSON is made in some milliseconds; an alternative in logprobs counts as a token
+
 encode_json = msgspec.json.Encoder().encode
 
 
@@ -100,6 +102,14 @@ class AnswerFormat(ABC):
             chunks += self._chunk(output.index, encode_json(self._last_item(output)), **more)
         return chunks
 
+    def is_long(self, output: ChoiceOutput) -> bool:
+        """Whether to make its chunks would keep the event loop for more than some milliseconds."""
+        return not self._text_only and self._num_logprobs(output) > LONG_TOKENS
+
+    def _num_logprobs(self, output: ChoiceOutput) -> int:
+        """That its chunks show."""
+        return len(output.logprobs) * len(output.logprobs[0].token_ids) if output.logprobs else 0
+
     @abstractmethod
     def _piece(self, output: ChoiceOutput) -> bytes:
         """The chunk of all that an output shows but the end."""
@@ -165,7 +175,7 @@ class AnswerFormat(ABC):
         """Members of the whole answer that describe its prompt."""
         return {}
 
-    def _prompt_logprobs(self, place: int) -> list[Json | None]:
+    def _prompt_logprobs(self, place: int) -> list[Json | None] | Raw:
         """The logprobs of prompt number `place`, in vLLM's form."""
         return self._generation.runs[place].logprobs.vllm(self._task.model.tokenizer)
 

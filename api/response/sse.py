@@ -10,6 +10,7 @@ import asyncio
 import logging
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -31,13 +32,15 @@ class EventSink:
     """Writes a generation's outputs as events of its response.
 
     While the response's head has not gone out, or the socket takes no more, outputs are merged, one a choice: a slow client holds
-    its own output and nothing else.
+    its own output and nothing else. So they are while the events of a long output, such as an echo with its logprobs, are made on a
+    thread.
     """
 
     def __init__(self, format: AnswerFormat) -> None:
         self._format = format
         self._writer: ResponseWriter | None = None
         self._begun = False  # the opening events were written
+        self._making: asyncio.Task[None] | None = None  # the events of a long output
         self._merged: dict[int, CollectedOutput] = {}  # by choice: what could not be written yet
         self._last: bytes | None = None  # the last events, once no output follows
         self._written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -48,7 +51,7 @@ class EventSink:
         writer = self._writer
         if self._last is not None:
             return
-        if self._merged or writer is None or not writer.ready:
+        if self._merged or writer is None or not writer.ready or self._making is not None:
             self._merged.setdefault(output.index, CollectedOutput(output.index)).add(output)
         else:
             self._write(writer, output)
@@ -73,7 +76,7 @@ class EventSink:
 
     def keep_alive(self) -> None:
         """Write a comment. Where the socket is behind, it has enough to keep it alive."""
-        if self._writer is not None and self._writer.ready and not self._merged:
+        if self._writer is not None and self._writer.ready and not self._merged and self._making is None:
             self._writer.write(COMMENT)
 
     def _flush(self) -> None:
@@ -81,18 +84,37 @@ class EventSink:
         if writer is None:
             return
         try:
-            while self._merged and writer.ready:
+            while self._merged and writer.ready and self._making is None:
                 self._write(writer, self._merged.pop(next(iter(self._merged))).output())
         except Exception as error:
-            logger.exception("a stream failed")
-            self._merged.clear()
-            self._last = _event(as_api_error(error)) + DONE
-        if self._last is not None and not self._merged and writer.ready and not self._written.done():
+            self._fail(error)
+        if self._last is not None and not self._merged and writer.ready and self._making is None and not self._written.done():
             writer.write(one_line(self._last))
             self._written.set_result(None)
 
+    def _fail(self, error: Exception) -> None:
+        logger.error("a stream failed", exc_info=error)
+        self._merged.clear()
+        self._last = _event(as_api_error(error)) + DONE
+
     def _write(self, writer: ResponseWriter, output: ChoiceOutput) -> None:
-        events = self._format.chunks(output)
+        if self._format.is_long(output):
+            self._making = asyncio.create_task(self._write_long(writer, output))
+        else:
+            self._write_events(writer, self._format.chunks(output))
+
+    async def _write_long(self, writer: ResponseWriter, output: ChoiceOutput) -> None:
+        try:
+            events = await run_in_threadpool(self._format.chunks, output)
+            if writer.ready:  # else the client has left: nothing was written meanwhile
+                self._write_events(writer, events)
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._making = None
+            self._flush()
+
+    def _write_events(self, writer: ResponseWriter, events: bytes) -> None:
         if not self._begun:
             self._begun = True
             events = b"".join(self._format.opening()) + events  # not before: an early failure is to be the first event

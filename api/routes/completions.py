@@ -43,6 +43,12 @@ class CompletionFormat(AnswerFormat):
     def opening(self) -> Iterable[bytes]:
         return ()
 
+    def _num_logprobs(self, output: ChoiceOutput) -> int:
+        own = super()._num_logprobs(output)
+        if self._begun[output.index] or not self._body.echo or self._body.logprobs is None:
+            return own
+        return own + self._generation.runs[output.index // self._task.n].logprobs.num_logprobs
+
     def _piece(self, output: ChoiceOutput) -> bytes:
         """A choice's first one brings the echo, with the first tokens."""
         first = not self._begun[output.index]

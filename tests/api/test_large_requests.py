@@ -46,9 +46,31 @@ def watch(null_server: LiveServer) -> Iterator[LoopWatch]:
         pytest.param(CHAT, {"message": [HELLO] * 50_000}, 1, 400, "body.messages: Field required", id="a missing field"),
         pytest.param(
             TEXT,
+            {"prompt": [[500] * 1000] * 512, "max_tokens": 1, "echo": True, "logprobs": 20},
+            *(
+                1,
+                400,
+                "This request asks for too many logprobs: 10,752,000 of 512,000 prompt tokens and 10,752 of up to 512 output",
+            ),
+            id="too many logprobs",
+        ),
+        pytest.param(
+            CHAT,
+            {"messages": [HELLO], "n": 128, "logprobs": True, "top_logprobs": 20},
+            *(1, 400, "0 of 31 prompt tokens and 5,421,696 of up to"),
+            id="too many logprobs of a chat",
+        ),
+        pytest.param(
+            TEXT,
             {"prompt": [5] * 1900, "echo": True, "logprobs": 20, "prompt_logprobs": 20, "n": 4, "max_tokens": 100},
             *(1, 200, "text_completion"),
             id="logprobs",
+        ),
+        pytest.param(
+            TEXT,
+            {"prompt": [5] * 1900, "echo": True, "logprobs": 20, "n": 16, "max_tokens": 1, "stream": True},
+            *(1, 200, "top_logprobs"),
+            id="streamed logprobs of an echo",
         ),
         pytest.param("/tokenize", {"prompt": "hello wo" * 200_000}, 1, 200, '"count"', id="tokenize"),
         pytest.param("/detokenize", {"tokens": [500] * 1_000_000}, 1, 200, '"prompt"', id="detokenize"),

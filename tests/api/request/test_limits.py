@@ -7,6 +7,7 @@ import pytest
 from api.errors import BadRequest
 from api.request.limits import RequestLimits
 from engine.config import ApiConfig
+from engine.protocol import SamplingParams
 
 LIMITS = RequestLimits(max_n=8, max_prompts=4, max_choices=16, max_stop_strings=2, max_bad_words=3)
 
@@ -34,6 +35,30 @@ def test_too_many_choices_are_refused(num_prompts: int, n: int, message: str, pa
     with pytest.raises(BadRequest, match=message) as caught:
         LIMITS.check_choices(num_prompts, n)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("prompt_logprobs", "logprobs", "num_prompt", "num_output", "param"),
+    [
+        (-1, None, 10, 10**9, "prompt_logprobs"),  # 10 * (1 + 100)
+        (None, -1, 10**9, 10, "logprobs"),
+        (0, None, 1001, 10**9, "prompt_logprobs"),
+        (None, 4, 10**9, 201, "logprobs"),
+        (1, 1, 300, 201, "prompt_logprobs"),
+    ],
+)
+def test_too_many_logprobs_are_refused(
+    prompt_logprobs: int | None, logprobs: int | None, num_prompt: int, num_output: int, param: str
+) -> None:
+    limits = RequestLimits(max_request_logprobs=1000)
+    sampling = SamplingParams(prompt_logprobs=prompt_logprobs, logprobs=logprobs)
+    with pytest.raises(
+        BadRequest, match=r"too many logprobs: .* at most 1,000 in one request \(--max-request-logprobs\)"
+    ) as caught:
+        limits.check_logprobs(sampling, num_prompt, num_output, vocab_size=100)
+    assert caught.value.param == param
+    limits.check_logprobs(sampling, num_prompt // 2, num_output // 2, vocab_size=100)
+    limits.check_logprobs(SamplingParams(), num_prompt, num_output, vocab_size=100)
 
 
 def test_too_many_words_are_refused() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import Raw
+from msgspec.json import encode
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from api.response.logprobs import LogprobsFormatter, PromptLogprobsCollector
@@ -19,6 +22,23 @@ def part(position: int, rows: list[list[int]]) -> OutputPromptLogprobs:
     return OutputPromptLogprobs(
         1, position, encode_column(rows), encode_column(values, np.float32), encode_column(range(1, len(rows) + 1))
     )
+
+
+def test_long_lists_are_the_same_json_as_short_ones(tokenizer: TextTokenizer) -> None:
+    token_ids = list(range(40, 40 + 3000))
+    collector = PromptLogprobsCollector(token_ids)
+    collector.add(part(1, [[token_id, 7] for token_id in token_ids[1:]]))
+    formatter, entries = LogprobsFormatter(tokenizer), collector.entries(tokenizer, tokenizer.echo_text(token_ids))
+    long, short = ({**formatter.completion(some, 1), **formatter.chat(some[1:], 1)} for some in (entries, entries[-2:]))
+    assert all(isinstance(values, Raw) for values in long.values())
+    read = json.loads(encode(long))
+    assert {name: len(values) for name, values in read.items()} == {**dict.fromkeys(long, 3000), "content": 2999}
+    assert {name: values[-2:] for name, values in read.items() if name != "content"} == {
+        name: values for name, values in json.loads(encode(short)).items() if name != "content"
+    }
+    assert read["content"][-1:] == json.loads(encode(short))["content"]
+    prompt = json.loads(encode(collector.vllm(tokenizer)))
+    assert (len(prompt), prompt[0], list(prompt[2999])) == (3000, None, ["3039", "7"])
 
 
 def test_half_a_character_has_bytes(tokenizer: TextTokenizer) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -43,11 +44,13 @@ class Format(AnswerFormat):
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
+        self.on_chunks: Callable[[ChoiceOutput], None] = lambda output: None
 
     def opening(self) -> Iterable[bytes]:
         return [b"<open>"]
 
     def chunks(self, output: ChoiceOutput) -> bytes:
+        self.on_chunks(output)
         if self.failure is not None:
             raise self.failure
         if not output.text and output.finish_reason is None:
@@ -56,6 +59,9 @@ class Format(AnswerFormat):
 
     def closing(self) -> Iterable[bytes]:  # type: ignore[override]
         return [b"<close>"]
+
+    def is_long(self, output: ChoiceOutput) -> bool:
+        return output.text == "long"
 
     def _piece(self, output: ChoiceOutput) -> bytes:
         raise NotImplementedError
@@ -115,6 +121,44 @@ async def test_a_slow_client_gets_one_event_a_choice_and_the_order_stays() -> No
     writer.resume()
     await last
     assert writer.pieces[4:] == [b"<close>" + DONE]
+
+
+async def test_a_long_output_is_made_on_a_thread_and_the_order_stays() -> None:
+    format = Format()
+    made_by = []
+    format.on_chunks = lambda output: made_by.append((output.text, threading.current_thread() is threading.main_thread()))
+    sink, writer = EventSink(format), Writer()
+    last = await opened(sink, writer)
+    for text in ("long", "a", "b"):
+        sink.put(say(0, text))
+    sink.keep_alive()
+    assert writer.pieces == [], "nothing overtakes it"
+    sink.put(say(1, "c"))
+    sink.end()
+    await last
+    assert writer.pieces == [b"<open>0:long;", b"0:ab;", b"1:c;", b"<close>" + DONE]
+    assert made_by == [("long", False), ("ab", True), ("c", True)]
+
+
+async def test_a_long_output_that_fails_ends_the_stream_with_an_error() -> None:
+    format = Format()
+    format.failure = ValueError("secret")
+    sink, writer = EventSink(format), Writer()
+    last = await opened(sink, writer)
+    sink.put(say(0, "long"))
+    await last
+    assert b"Internal server error" in writer.pieces[0] and b"secret" not in writer.pieces[0] and writer.pieces[0].endswith(DONE)
+
+
+async def test_a_client_that_leaves_during_a_long_output_gets_no_more() -> None:
+    sink, writer = EventSink(Format()), Writer()
+    last = await opened(sink, writer)
+    sink.put(say(0, "long"))
+    writer.ready = False
+    sink.client_left()
+    await last
+    await asyncio.gather(*(task for task in asyncio.all_tasks() if task is not asyncio.current_task()))
+    assert writer.pieces == []
 
 
 async def test_an_early_failure_is_the_first_event() -> None:
