@@ -99,7 +99,8 @@ class _Exchange:
 
 
 class Methods:
-    """Answers HEAD like GET, without the body, and OPTIONS with the methods of a path. `routes`: of the application."""
+    """Answers HEAD like GET, without the body, and OPTIONS with the methods of a path, of `*` (the server) with those of all paths.
+    `routes`: of the application."""
 
     def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         self._app = app
@@ -118,12 +119,13 @@ class Methods:
 
     def _allowed(self, scope: Scope) -> list[str]:
         """Methods of the scope's path; none where there is no such path."""
-        found = [method for method in METHODS if any(self._has(route, {**scope, "method": method}) for route in self._routes)]
+        is_server = scope["path"] == "*"  # the server as a whole: RFC 9110, section 9.3.7
+        found = [method for method in METHODS if is_server or any(self._has(route, scope, method) for route in self._routes)]
         return [*found, *(["HEAD"] if "GET" in found else []), "OPTIONS"] if found else []
 
     @staticmethod
-    def _has(route: BaseRoute, scope: Scope) -> bool:
-        return route.matches(scope)[0] is Match.FULL
+    def _has(route: BaseRoute, scope: Scope, method: str) -> bool:
+        return route.matches({**scope, "method": method})[0] is Match.FULL
 
 
 class BodyLimit:

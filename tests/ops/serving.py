@@ -21,7 +21,7 @@ import psutil
 
 from tests.waiting import wait_for
 
-READY = re.compile(r"headrace serves (?P<model>\S+) on (?P<url>http://\S+); try: (?P<curl>curl .*)")
+READY = re.compile(r"headrace serves (?P<model>\S+) on (?P<url>https?://\S+|/\S+); try: (?P<curl>curl .*)")
 START_SECONDS = 180.0  # on a busy machine, where no kernel has been compiled yet
 HEADRACE = [sys.executable, "-P", "-m", "ops.cli"]
 

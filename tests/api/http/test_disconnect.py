@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -31,6 +33,24 @@ async def test_a_client_that_leaves_ends_its_running_request(slow_server: LiveSe
     assert record["finish_reason"] == "abort"
     assert isinstance(record["output_tokens"], int)
     assert record["output_tokens"] < 2 * 1500
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_closes_its_side_has_left(slow_server: LiveServer, stream: bool) -> None:
+    """Its kernel says the same as for a client that has closed both sides. nginx, uvicorn and Go's net/http take it so, too."""
+    url, request_id = urlsplit(slow_server.url), f"half-{stream}"
+    body = json.dumps({"prompt": "x", "max_tokens": 1500, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: {request_id}\r\nAuthorization: {ALICE['Authorization']}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as http:
+        writer.write(head.encode() + body)
+        await until_state(http, request_id, "running")
+        writer.write_eof()
+        record = await until_state(http, request_id, "ended", seconds=ABORT_SECONDS)
+    assert record["finish_reason"] == "abort"
+    await reader.read()
+    writer.close()
 
 
 async def test_clients_that_leave_at_any_moment_leave_no_request(slow_server: LiveServer) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from api.text.tokenizer import TextTokenizer
+from tests.api.conftest import KEYS
 from tests.api.live_server import LiveServer, sse_events
 
 PATH = "/v1/chat/completions"
@@ -82,6 +83,27 @@ def test_continuous_usage_is_in_every_chunk(null_server: LiveServer) -> None:
     assert counts == sorted(counts)
     assert (counts[0] <= counts[-1], counts[-1]) == (True, 12)
     assert {event["usage"]["prompt_tokens"] for event in events} == {events[-1]["usage"]["prompt_tokens"]}
+
+
+CONTINUOUS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+@pytest.mark.parametrize(("option", "fields"), [((), CONTINUOUS), (("--enable-force-include-usage",), {})], ids=["asked", "forced"])
+def test_usage_in_every_chunk_counts_the_tokens_that_were_sent(
+    slow_server: LiveServer, option: tuple[str, ...], fields: dict[str, Any]
+) -> None:
+    """0 with the role, 1 with the first text, and so on: a step makes one token."""
+    url = slow_server.start_api(*option)[1] if option else slow_server.url
+    slow_server.wait_until_healthy(url)
+    key = {"Authorization": f"Bearer {KEYS['alice']}"}
+    for path, prompt in ((PATH, {"messages": MESSAGES, "logprobs": True}), ("/v1/completions", {"prompt": "x", "logprobs": 0})):
+        body = {**prompt, "seed": 11, "max_tokens": 12, "ignore_eos": True, "stream": True, **fields}
+        events = sse_events(slow_server.http.post(f"{url}{path}", json=body, headers=key).text.split("\n"))
+        assert events.pop() == "[DONE]"
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        assert counts == [*([0] if path == PATH else []), *range(1, 13), 12, 12], "and at the choice's end and behind it all"
+        assert {event["usage"]["prompt_tokens"] for event in events} == {events[-1]["usage"]["prompt_tokens"]}
+        assert events[-1]["choices"] == []
 
 
 def test_without_usage_the_fingerprint_is_in_the_last_chunk(null_server: LiveServer) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
+
 import pytest
 
 from api.text.tokenizer import TextTokenizer
@@ -39,6 +42,19 @@ def test_head_is_get_without_the_body(null_server: LiveServer, path: str) -> Non
 def test_options_are_the_methods_of_a_path(null_server: LiveServer, path: str, allowed: str) -> None:
     answer = null_server.http.options(path)
     assert (answer.status_code, answer.headers["allow"], answer.content) == (204, allowed, b"")
+
+
+def test_options_of_the_server_are_all_methods(slow_server: LiveServer) -> None:
+    """`OPTIONS *` is a ping, as Go's net/http and Apache answer it; it needs no key."""
+    url = urlsplit(slow_server.url)
+    connection = HTTPConnection(url.hostname or "", url.port)
+    connection.request("OPTIONS", "*")
+    answer = connection.getresponse()
+    assert (answer.status, answer.read()) == (204, b"")
+    assert answer.headers["allow"] == "GET, POST, PUT, PATCH, DELETE, HEAD, OPTIONS"
+    connection.request("GET", "*")
+    assert connection.getresponse().status == 401
+    connection.close()
 
 
 def test_head_of_an_unknown_path_is_a_404(null_server: LiveServer) -> None:
