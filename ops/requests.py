@@ -14,8 +14,9 @@ from redis.exceptions import RedisError
 
 from engine.bus import keys, leases, records
 from engine.bus.call import BusUnavailable, UnfitRedis
-from engine.bus.connection import AsyncBus, AsyncSubscription, Bus
+from engine.bus.connection import AsyncBus, Bus
 from engine.bus.records import RecordView
+from engine.bus.subscription import AsyncSubscription
 from engine.client.abort import AbortResult, Replies
 from engine.client.abort import abort as abort_by_id
 from engine.protocol import ControlReply, EngineInfo, decode_client_message

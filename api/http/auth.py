@@ -1,4 +1,4 @@
-"""API keys: the tenant that asks, and its rights. Keys are compared in constant time by their SHA-256, and never kept in the clear.
+"""API keys: the tenant that asks, and its rights. Keys are compared in constant time by their SHA-256.
 
 Without keys every client may do everything, so headrace then binds to loopback only (`check_exposure`).
 """

@@ -1,4 +1,4 @@
-"""The way to Redis: `Bus` (blocking, any thread) and `AsyncBus` (asyncio) run calls; subscriptions listen.
+"""The way to Redis: `Bus` (blocking, any thread) and `AsyncBus` (asyncio) run calls.
 
 Both send a call again, with backoff, while Redis is away or loads, and raise BusUnavailable when their patience ends. They may,
 because every call is safe to send twice.
@@ -14,15 +14,13 @@ from typing import Any, TypeVar
 
 import redis
 import redis.asyncio
-from redis.asyncio.retry import Retry as AsyncRetry
-from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
-from redis.retry import Retry
 
-from engine.bus.call import BusUnavailable, Call, Trouble
-from engine.bus.handshake import ASYNC_HANDSHAKE, HANDSHAKE
+from engine.bus.call import Call, Trouble
+from engine.bus.handshake import async_connection_options, connection_options
 from engine.bus.pipeline import Line, open_line
 from engine.bus.refusals import as_bus_error, trouble_of
+from engine.bus.subscription import AsyncSubscription, Subscription
 
 T = TypeVar("T")
 
@@ -31,25 +29,9 @@ PATIENCE = 5.0  # seconds after which an operation gives up
 MAX_BLOCK = 5.0  # seconds that a blocking read may ask for
 FIRST_PAUSE = 0.02
 LONGEST_PAUSE = 0.5
-SHORTEST_READ = 0.001  # seconds; a read without any would not look at the socket
-PING_INTERVAL = 5.0  # seconds of silence after which a subscription asks whether the connection still lives
 
 # It may serve again within the patience of a caller. All else is told at once.
 _SOON_OVER = frozenset({Trouble.AWAY, Trouble.CLIENTS, Trouble.LOADING, Trouble.READ_ONLY})
-
-
-def _options(timeout: float) -> dict[str, Any]:
-    """Keyword arguments of a connection pool. Answers come raw (RESP2) and retrying is the bus's own business.
-
-    A connection to what has become a replica is closed: the name that it was opened by may stand for the new master.
-    """
-    return {
-        "socket_timeout": timeout,
-        "socket_connect_timeout": timeout,
-        "protocol": 2,
-        **HANDSHAKE,
-        "retry_on_error": [ReadOnlyError],  # not once more, as `retry` says: redis-py closes what it would try again on
-    }
 
 
 class _Patience:
@@ -65,34 +47,6 @@ class _Patience:
             raise as_bus_error(error) from error
         pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
         return pause
-
-
-class _Silence:
-    """When to doubt a subscribed connection: it is asked after PING_INTERVAL without a sign and has `timeout` seconds to answer."""
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        self.broken()
-
-    def broken(self) -> None:
-        """Something was heard."""
-        self._since = time.monotonic()
-        self._asked = 0.0
-
-    def lasts(self) -> bool:
-        """Called after a read that gave nothing. True: ask now; raises BusUnavailable when the answer is overdue."""
-        now = time.monotonic()
-        if self._asked and now - self._asked >= self._timeout:
-            raise BusUnavailable("the subscribed connection is silent")
-        if self._asked or now - self._since < PING_INTERVAL:
-            return False
-        self._asked = now
-        return True
-
-    def wait(self, deadline: float | None) -> float:
-        """Seconds that the next read may take, up to the caller's deadline."""
-        most = self._timeout if self._asked else PING_INTERVAL
-        return most if deadline is None else max(SHORTEST_READ, min(most, deadline - time.monotonic()))
 
 
 def _first_error(answers: list[Any], keep_errors: bool) -> list[Any]:
@@ -117,8 +71,7 @@ class Bus:
             self.url,
             max_connections=max_connections,
             timeout=timeout,
-            retry=Retry(NoBackoff(), 0),
-            **_options(timeout),
+            **connection_options(timeout),
         )
         client = redis.Redis(connection_pool=pool)
         client.response_callbacks.clear()
@@ -177,54 +130,6 @@ class Bus:
         self.close()
 
 
-class Subscription:
-    """One connection that listens to channels. It never reconnects by itself: a hole in what was heard must be seen, so that its
-    owner subscribes anew and asks for what it missed. Raises BusUnavailable where the connection broke or fell silent, UnfitRedis
-    where the user may not listen.
-    """
-
-    def __init__(self, url: str, channels: tuple[str, ...], timeout: float = TIMEOUT) -> None:
-        pool: Any = redis.ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 0), **_options(timeout))
-        self._pool = pool
-        self._connection = pool.make_connection()
-        self._timeout = timeout
-        try:
-            self._connection.connect()
-            self._connection.send_command("SUBSCRIBE", *channels)
-            for _ in channels:
-                self._connection.read_response(timeout=timeout)
-        except (RedisError, OSError) as error:
-            self.close()
-            raise as_bus_error(error) from error
-        self._silence = _Silence(timeout)
-
-    def get(self, timeout: float) -> tuple[str, bytes] | None:
-        """The next (channel, payload), or None after `timeout` seconds without one."""
-        deadline = time.monotonic() + timeout
-        while True:
-            message = self._read(self._silence.wait(deadline))
-            if message is not None and message[0] == b"message":
-                return message[1].decode(), message[2]
-            if time.monotonic() >= deadline:
-                return None
-
-    def _read(self, timeout: float) -> Any:
-        try:
-            if self._connection.can_read(timeout):
-                message = self._connection.read_response(timeout=self._timeout)
-                self._silence.broken()
-                return message
-            if self._silence.lasts():
-                self._connection.send_command("PING", check_health=False)
-        except (RedisError, OSError) as error:
-            raise as_bus_error(error) from error
-        return None
-
-    def close(self) -> None:
-        self._connection.disconnect()
-        self._pool.disconnect()
-
-
 class AsyncBus:
     """The same for asyncio; belongs to one event loop. Scripts, which are short, share one connection; any other call has one of a
     pool to itself."""
@@ -235,15 +140,13 @@ class AsyncBus:
         self.timeout = timeout
         # No socket timeout: redis-py would send under asyncio.wait_for, which swallows a cancellation that comes as it completes
         # (cpython#86296, to Python 3.11) and costs a task a command. `_answer` has the timeout instead.
-        options = _options(timeout) | ASYNC_HANDSHAKE | {"socket_timeout": None}
-        pool: Any = redis.asyncio.BlockingConnectionPool.from_url(
-            url, max_connections=max_connections, timeout=timeout, retry=AsyncRetry(NoBackoff(), 0), **options
-        )
+        options = async_connection_options(timeout) | {"socket_timeout": None}
+        pool: Any = redis.asyncio.BlockingConnectionPool.from_url(url, max_connections=max_connections, timeout=timeout, **options)
         self._client: Any = redis.asyncio.Redis(connection_pool=pool)  # its methods are untyped
         self._client.response_callbacks.clear()
         self._line: Line | None = None
         # Makes the connections that become lines, and keeps none of them.
-        self._line_pool: Any = redis.asyncio.ConnectionPool.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **options)
+        self._line_pool: Any = redis.asyncio.ConnectionPool.from_url(url, **options)
         self._opening = asyncio.Lock()
 
     async def run(self, call: Call[T]) -> T:
@@ -314,53 +217,3 @@ class AsyncBus:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
-
-
-class AsyncSubscription:
-    """As Subscription. One task at a time may call `get`; a cancelled `get` closes the subscription."""
-
-    def __init__(self, url: str, channels: tuple[str, ...], timeout: float = TIMEOUT) -> None:
-        pool: Any = redis.asyncio.ConnectionPool.from_url(
-            url, retry=AsyncRetry(NoBackoff(), 0), **(_options(timeout) | ASYNC_HANDSHAKE)
-        )
-        self._pool = pool
-        self._connection = pool.make_connection()
-        self._channels = channels
-        self._timeout = timeout
-        self._silence = _Silence(timeout)
-
-    async def open(self) -> None:
-        try:
-            await self._connection.connect()
-            await self._connection.send_command("SUBSCRIBE", *self._channels)
-            for _ in self._channels:
-                await self._connection.read_response(timeout=self._timeout)
-        except (RedisError, OSError) as error:
-            await self.close()
-            raise as_bus_error(error) from error
-        self._silence = _Silence(self._timeout)
-
-    async def get(self, timeout: float | None = None) -> tuple[str, bytes] | None:
-        """The next (channel, payload), or None after `timeout` seconds without one (None: waits for ever)."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            message = await self._read(self._silence.wait(deadline))
-            if message is not None and message[0] == b"message":
-                return message[1].decode(), message[2]
-            if deadline is not None and time.monotonic() >= deadline:
-                return None
-
-    async def _read(self, timeout: float) -> Any:
-        try:
-            message = await self._connection.read_response(timeout=timeout)
-            if message is not None:
-                self._silence.broken()
-            elif self._silence.lasts():
-                await self._connection.send_command("PING", check_health=False)
-        except (RedisError, OSError) as error:
-            raise as_bus_error(error) from error
-        return message
-
-    async def close(self) -> None:
-        await self._connection.disconnect()
-        await self._pool.disconnect()

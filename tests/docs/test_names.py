@@ -77,7 +77,6 @@ FOREIGN_OPTIONS = {
     "benchmarks.md": {"--only", "--tokens", "--requests", "--seconds", "--rounds", "--device", "--units", "--headrace"},
     "docker.md": {"--volumes"},
     "README.md": {"--migration-limit"},
-    "SECURITY.md": {"--trust-remote-code"},
 }
 MAKEFILE = (ROOT / "Makefile").read_text()
 OTHER_VARIABLES = {"HEADRACE_CONFIG", "HEADRACE_CACHE_DIR", "HEADRACE_SERVICE_HOST"}  # the last is Kubernetes'

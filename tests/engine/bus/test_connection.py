@@ -1,4 +1,4 @@
-"""Bus and AsyncBus on a Redis that is slow, away, restarted or full; subscriptions that notice when they are cut."""
+"""Bus and AsyncBus on a Redis that is slow, away, restarted or full."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import signal
 import socketserver
 import threading
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 
 import pytest
 import redis
 
-import engine.bus.connection
 from engine.bus import control, keys, leases, records, transitions
 from engine.bus.call import BusUnavailable, Call, Trouble, UnfitRedis, script
 from engine.bus.connection import AsyncBus, Bus
@@ -25,17 +24,6 @@ from tests.engine.bus.ledger_world import MODEL, World
 from tests.engine.bus.lossy_proxy import LossyProxy
 from tests.redis_server import RedisServer
 from tests.waiting import wait_for
-
-
-@pytest.fixture
-def own_server() -> Iterator[RedisServer]:
-    """One that a test may kill."""
-    server = RedisServer(None, "--appendonly", "yes", "--appendfsync", "always")
-    yield server
-    if server.process is not None:
-        server.process.send_signal(signal.SIGCONT)
-    server.stop()
-
 
 BUNDLE = TokenizerBundle("{}", None, None, None, [], {})
 
@@ -324,72 +312,6 @@ def test_a_blocking_read_waits_longer_than_the_timeout(redis_url: str) -> None:
         batch = bus.run(control.read_control(MODEL, engine.slot, engine.incarnation, block=0.5))
         assert (batch.commands, batch.last_id) == ([], "0")
         assert time.monotonic() - began > 0.4
-
-
-def test_a_subscription_hears_what_comes_and_no_more(redis_url: str) -> None:
-    with Bus(redis_url) as bus, bus.subscribe("one", "two") as subscription:
-        assert subscription.get(0.0) is None
-        for number in range(3):
-            assert bus.run(control.publish("two", b"%d" % number)) == 1
-        assert bus.run(control.publish("three", b"")) == 0
-        assert [subscription.get(5.0) for _ in range(3)] == [("two", b"0"), ("two", b"1"), ("two", b"2")]
-        assert subscription.get(0.01) is None
-
-
-async def test_an_asyncio_subscription_hears_large_and_many_messages(redis_url: str) -> None:
-    payload = bytes(range(256)) * 1024
-    async with AsyncBus(redis_url) as bus, bus.subscribe("one", "two") as subscription:
-        assert await subscription.get(0.01) is None
-        sent = [(("one", "two")[number % 2], payload[: 1 + number * 2000]) for number in range(100)]
-        sender = asyncio.create_task(_send(bus, sent))
-        assert [await subscription.get(5.0) for _ in sent] == sent
-        await sender
-
-
-async def _send(bus: AsyncBus, messages: list[tuple[str, bytes]]) -> None:
-    for channel, payload in messages:
-        await bus.run(control.publish(channel, payload))
-
-
-async def test_a_cut_subscription_is_told_not_mended(redis_url: str) -> None:
-    with redis.Redis.from_url(redis_url) as raw, Bus(redis_url) as bus:
-        async with AsyncBus(redis_url) as abus:
-            with bus.subscribe("one") as subscription:
-                async with abus.subscribe("one") as async_subscription:
-                    raw.client_kill_filter(_type="pubsub")
-                    with pytest.raises(BusUnavailable):
-                        subscription.get(5.0)
-                    with pytest.raises(BusUnavailable):
-                        await async_subscription.get(5.0)
-
-
-async def test_a_silent_subscription_is_questioned(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert own_server.process is not None
-    monkeypatch.setattr(engine.bus.connection, "PING_INTERVAL", 0.1)
-    with Bus(own_server.url, timeout=0.3) as bus:
-        async with AsyncBus(own_server.url, timeout=0.3) as abus:
-            with bus.subscribe("one") as subscription:
-                async with abus.subscribe("one") as async_subscription:
-                    assert subscription.get(0.5) is None, "silent, but it answers"
-                    assert await async_subscription.get(0.5) is None
-                    bus.run(control.publish("one", b"still there"))
-                    assert subscription.get(1.0) == await async_subscription.get() == ("one", b"still there")
-                    own_server.process.send_signal(signal.SIGSTOP)
-                    with pytest.raises(BusUnavailable):
-                        await asyncio.to_thread(subscription.get, 10.0)
-                    with pytest.raises(BusUnavailable):
-                        await async_subscription.get(10.0)
-                    own_server.process.send_signal(signal.SIGCONT)
-
-
-async def test_subscribing_fails_when_redis_is_away(own_server: RedisServer) -> None:
-    own_server.kill()
-    with Bus(own_server.url) as bus, pytest.raises(BusUnavailable), bus.subscribe("one"):
-        raise AssertionError("subscribed")
-    async with AsyncBus(own_server.url) as abus:
-        with pytest.raises(BusUnavailable):
-            async with abus.subscribe("one"):
-                raise AssertionError("subscribed")
 
 
 def test_a_killed_redis_with_its_file_keeps_the_ledger(own_server: RedisServer) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 import redis
@@ -18,16 +17,6 @@ from engine.protocol import Abort
 from tests.engine.bus.ledger_world import MODEL
 from tests.engine.bus.lossy_proxy import LossyProxy
 from tests.redis_server import RedisServer
-
-
-@pytest.fixture
-def own_server() -> Iterator[RedisServer]:
-    """One that a test may kill."""
-    server = RedisServer()
-    yield server
-    if server.process is not None:
-        server.process.send_signal(signal.SIGCONT)
-    server.stop()
 
 
 def finish(request_id: str) -> Call[FinishOutcome]:
