@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from gpu.checkpoint.gguf import GGUFFile
 from gpu.checkpoint.tokenizer_files import load_tokenizer_files
 from tests.gpu.checkpoint.gguf_files import HIDDEN, hf_tensors, write_gguf
-from tests.gpu.checkpoint.test_tokenizer_files import TEXTS
+from tests.gpu.checkpoint.tokenizer_texts import TEXTS
 
 pytestmark = pytest.mark.peers
 
