@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Changes whenever kernels or layers change what they compute beyond the last bits of float32: engines of different numerics must
 # not take over each other's requests.
-NUMERICS_VERSION = 6
+NUMERICS_VERSION = 7
 PROMPT_LOGPROB_ROWS = 64  # positions whose logits stand in memory at once: 12 MB at a vocabulary of 49152
 
 

@@ -6,160 +6,17 @@ import functools
 
 import numba
 import numpy as np
-from numba import types
-from numba.extending import overload
 from numba.np.numpy_support import carray
 
+from kernels.cpu.attention_tile import MINUS_INFINITY, add_rows, put_query, query_of, score_rows, seen_by_any, weigh_rows
 from kernels.cpu.compiled import compiled
 from kernels.cpu.crew import OPERANDS, make_task, num_threads, pointer_to, share
-from kernels.cpu.math import exp_float32
-from kernels.cpu.pairs import PAIR, pair
-from kernels.cpu.vectors import MOST_ROWS, add_weighted, largest, prefetch_block, score, total
+from kernels.cpu.pairs import PAIR
+from kernels.cpu.vectors import blocks_at_once
 
 TILE_FLOATS = 4096  # accumulators of a tile, 16 KiB: with a key and a value block of 4 KiB each they stay in a 32 KiB L1 cache
 SPAN_TOKENS = 64  # of the cache between two looks at the highest score; spans begin at multiples of it, whatever the step
 CHUNKS_PER_THREAD = 4  # tiles differ in cost, so threads take several smaller chunks
-_ONE, _TWO = np.float32(1.0), np.float32(2.0)
-_MINUS_INFINITY = np.float32(-np.inf)
-
-
-@numba.njit(inline="always")
-def _subtract_highest(scores, weighted, highest, sums, row, low, high, soft_cap, head_dim, width):
-    """Scores of a row become distances below the highest so far; what the row has shrinks where that grows."""
-    if soft_cap > 0.0:
-        for t in range(width):  # soft_cap * tanh(score / soft_cap)
-            scores[row, t] = soft_cap - _TWO * soft_cap / (exp_float32(scores[row, t] * (_TWO / soft_cap)) + _ONE)
-    if high - low < width:
-        for t in range(width):
-            if t < low or t >= high:
-                scores[row, t] = _MINUS_INFINITY
-    highest_now = max(highest[row], largest(scores, row, width))
-    if highest_now > highest[row]:
-        shrink = exp_float32(highest[row] - highest_now)
-        sums[row] *= shrink
-        for d in range(head_dim):
-            weighted[row, d] *= shrink
-        highest[row] = highest_now
-    for t in range(width):
-        scores[row, t] -= highest_now
-
-
-@numba.njit(inline="always")
-def _seen(position, window, width):
-    """First and end of the tokens of a span that a query at `position` of it sees."""
-    return max(0, position - window + 1) if window > 0 else 0, min(width, position + 1)
-
-
-@numba.njit(inline="always")
-def _seen_by_any(first, last, window, width):
-    """First and end of what queries at positions first..last of a span see of it together."""
-    low, _ = _seen(first, window, width)
-    _, high = _seen(last, window, width)
-    return low, high
-
-
-@numba.njit(inline="always")
-def _exponentiate(x):
-    """Over several rows at once, of a length unknown to LLVM, which would unroll a short one into scalars."""
-    for i in range(len(x)):
-        x[i] = exp_float32(x[i])
-
-
-@numba.njit(inline="always")
-def _add_weights(scores, sums, row, low, high, width):
-    if high - low < width:  # masked weights are 0
-        for t in range(width):
-            if t < low or t >= high:
-                scores[row, t] = np.float32(0.0)
-    sums[row] += total(scores, row, width)
-
-
-def put_query(queries, row, query, scale):
-    """A query times `scale` into queries[row]: float32, or words of pairs."""
-    raise NotImplementedError("for compiled code only")
-
-
-@overload(put_query)
-def _put_query(queries, row, query, scale):
-    return _put_query_pairs if queries.dtype == types.uint32 else _put_query_floats
-
-
-def _put_query_floats(queries, row, query, scale):
-    for d in range(len(query)):
-        queries[row, d] = query[d] * scale
-
-
-def _put_query_pairs(queries, row, query, scale):
-    for i in range(len(query) // PAIR):
-        queries[row, i] = pair(query[PAIR * i] * scale, query[PAIR * i + 1] * scale)
-
-
-def put_weights(weights, scores):
-    """`scores` as words of pairs; where weights are scores themselves, there is nothing to do."""
-    raise NotImplementedError("for compiled code only")
-
-
-@overload(put_weights)
-def _put_weights(weights, scores):
-    return _put_weight_pairs if weights.dtype == types.uint32 else lambda weights, scores: None
-
-
-def _put_weight_pairs(weights, scores):
-    for i in range(len(weights)):
-        weights[i] = pair(scores[PAIR * i], scores[PAIR * i + 1])
-
-
-# A head's rows are queries, token by token, the token's heads that share its keys beside each other: num_rows from first_row on, of
-# which the first `unseeing` stand before the span. `start`: the first token's position, counted from the span's first.
-
-
-@numba.njit(inline="always")
-def _query_of(row, first, first_head, num_rows, group):
-    """Token and head of a row, where rows of head after head follow one another."""
-    return first + row % num_rows // group, (first_head + row // num_rows) * group + row % group
-
-
-@numba.njit(inline="always")
-def _score_rows(scores, queries, keys, first_row, unseeing, num_rows, start, group, index, width, head_dim, block_size):
-    """Scores of a head's rows with the span's block `index`."""
-    row, end_row = first_row + unseeing, first_row + num_rows
-    while row < end_row:
-        count = min(MOST_ROWS, end_row - row)
-        if start + (row - first_row + count - 1) // group >= index * block_size:  # else these queries stand before the block
-            score(count, scores, row * width + index * block_size, width, queries, row, keys, head_dim, block_size)
-        row += count
-
-
-@numba.njit(inline="always")
-def _weigh_rows(
-    weights, scores, weighted, highest, sums, first_row, unseeing, num_rows, start, group, window, soft_cap, width, head_dim,
-    in_word,
-):  # fmt: skip
-    """A head's scores of a span become weights."""
-    row, end_row = first_row + unseeing, first_row + num_rows
-    all_scores = scores.reshape(-1)[row * width : end_row * width]
-    for r in range(row, end_row):
-        low, high = _seen(start + (r - first_row) // group, window, width)
-        _subtract_highest(scores, weighted, highest, sums, r, low, high, soft_cap, head_dim, width)
-    _exponentiate(all_scores)
-    for r in range(row, end_row):
-        low, high = _seen(start + (r - first_row) // group, window, width)
-        _add_weights(scores, sums, r, low, high, width)
-    put_weights(weights[row * width // in_word : end_row * width // in_word], all_scores)
-
-
-@numba.njit(inline="always")
-def _add_rows(weighted, weights, values, first_row, unseeing, num_rows, start, group, window, index, width, head_dim, block_size):
-    """Adds the weighted values of the span's block `index` to a head's rows."""
-    row, end_row = first_row + unseeing, first_row + num_rows
-    while row < end_row:
-        count = min(MOST_ROWS, end_row - row)
-        from_first, from_last = row - first_row, row - first_row + count - 1
-        # only tokens that some of these rows see: what others left in the block may be NaN
-        low, high = _seen_by_any(start + from_first // group, start + from_last // group, window, width)
-        low, high = max(0, low - index * block_size), min(block_size, high - index * block_size)
-        add_weighted(count, weighted, row, weights, row * width + index * block_size, width, values, low, high, head_dim)
-        row += count
 
 
 def can_pair(head_dim: int, block_size: int) -> bool:
@@ -178,12 +35,13 @@ def task(head_dim: int, block_size: int, cached: str, paired: bool) -> int:
 
 def _make_task(head_dim: int, block_size: int, cached: type[np.generic], paired: bool) -> int:
     blocks = max(1, SPAN_TOKENS // block_size)
-    width = blocks * block_size
+    width, at_once = blocks * block_size, blocks_at_once(block_size)
     # Numbers and types alone may be closed over: numba finds compiled code by their pickles, and a function has another each time.
     element, in_word = (np.uint32, PAIR) if paired else (np.float32, 1)
 
     def attend(board, begin, end):
         out, query, key_cache, value_cache = _arrays(board, head_dim, block_size, cached)
+        caches = (key_cache, value_cache)
         block_tables, rows, query_start, context_lens, tiles = _tables(board)
         num_kv_heads, head_parts, tile_tokens, window = key_cache.shape[1], board[_HEAD_PARTS], board[_TILE_TOKENS], board[_WINDOW]
         scale, soft_cap = np.int32(board[_SCALE]).view(np.float32), np.int32(board[_SOFT_CAP]).view(np.float32)
@@ -193,67 +51,58 @@ def _make_task(head_dim: int, block_size: int, cached: type[np.generic], paired:
         weighted = np.empty((most_rows, head_dim), np.float32)  # sum of exp(score - highest) * value
         highest = np.empty(most_rows, np.float32)
         sums = np.empty(most_rows, np.float32)  # sum of exp(score - highest)
-        scores = np.empty((most_rows, width), np.float32)
-        all_scores = scores.reshape(-1)
-        weights = np.empty(most_rows * width // in_word, element) if paired else all_scores
+        scores = np.empty(most_rows * width, np.float32)
+        weights = np.empty(most_rows * width // in_word, element) if paired else scores
         for item in range(begin, end):
             tile, part = item // head_parts, item % head_parts
             begin_head, end_head = num_kv_heads * part // head_parts, num_kv_heads * (part + 1) // head_parts
             request, first = tiles[tile]
             block_table = block_tables[rows[request]]
-            next_table = block_tables[rows[tiles[(min(item + 1, end - 1)) // head_parts, 0]]]
+            next_request = block_tables[rows[tiles[(min(item + 1, end - 1)) // head_parts, 0]]]
             last = min(first + tile_tokens, query_start[request + 1]) - 1
             num_tokens = last - first + 1
             num_rows = num_tokens * group  # of a key-value head
             shift = context_lens[request] - query_start[request + 1]  # position of a token = its index + shift
-            last_block = (last + shift) // block_size
             first_seen = max(0, first + shift - window + 1) if window > 0 else 0
             # Few tokens take all heads at once: a block's heads lie side by side in memory, which then comes in order. Many take
             # one head after the other, whose rows stay in the cache meanwhile.
             heads_at_once = end_head - begin_head if num_tokens * num_kv_heads <= most_rows // group else 1
             for first_head in range(begin_head, end_head, heads_at_once):
                 for row in range(heads_at_once * num_rows):
-                    token, head = _query_of(row, first, first_head, num_rows, group)
+                    token, head = query_of(row, first, first_head, num_rows, group)
                     put_query(queries, row, query[token, head], scale)
                     weighted[row] = 0.0
-                    highest[row] = _MINUS_INFINITY
+                    highest[row] = MINUS_INFINITY
                     sums[row] = 0.0
-                for span in range(first_seen // width, (last + shift) // width + 1):
+                last_span = (last + shift) // width
+                for span in range(first_seen // width, last_span + 1):
                     start = first + shift - span * width  # the first query's position, counted from the span's first
                     unseeing = 0
                     if window == 0:  # queries before the span see nothing of it
                         unseeing = max(0, -start) * group
-                    lowest, top = _seen_by_any(start + unseeing // group, start + num_tokens - 1, window, width)
+                    _, top = seen_by_any(start + unseeing // group, start + num_tokens - 1, window, width)
                     end_block = (top + block_size - 1) // block_size
-                    for index in range(lowest // block_size, end_block):
-                        block = block_table[span * blocks + index]
-                        for head in range(heads_at_once):
-                            keys = key_cache[block, first_head + head]
-                            _score_rows(
-                                all_scores, queries, keys, head * num_rows, unseeing, num_rows, start, group, index, width,
-                                head_dim, block_size,
-                            )  # fmt: skip
-                            prefetch_block(value_cache, block, first_head + head, head_dim, block_size)
+                    # What is read next: the next span, or the next request's first one.
+                    next_table, next_block = block_table, (span + 1) * blocks
+                    if span == last_span and heads_at_once > 1:
+                        next_table, next_block = next_request, 0
                     for head in range(heads_at_once):
-                        _weigh_rows(
-                            weights, scores, weighted, highest, sums, head * num_rows, unseeing, num_rows, start, group, window,
-                            soft_cap, width, head_dim, in_word,
+                        score_rows(
+                            scores, queries, caches, block_table, span * blocks, end_block, first_head + head, head * num_rows,
+                            unseeing, num_rows, start, group, width, head_dim, block_size, at_once,
                         )  # fmt: skip
-                    for index in range(lowest // block_size, end_block):
-                        block = block_table[span * blocks + index]
-                        for head in range(heads_at_once):
-                            values = value_cache[block, first_head + head]
-                            _add_rows(
-                                weighted, weights, values, head * num_rows, unseeing, num_rows, start, group, window, index, width,
-                                head_dim, block_size,
-                            )  # fmt: skip
-                            place = (span + 1) * blocks + index
-                            if place <= last_block:
-                                prefetch_block(key_cache, block_table[place], first_head + head, head_dim, block_size)
-                            elif heads_at_once > 1:
-                                prefetch_block(key_cache, next_table[index], first_head + head, head_dim, block_size)
+                    for head in range(heads_at_once):
+                        weigh_rows(
+                            weights, scores, weighted, highest, sums, head * num_rows, unseeing, num_rows, start, group, window,
+                            soft_cap, width, head_dim,
+                        )  # fmt: skip
+                    for head in range(heads_at_once):
+                        add_rows(
+                            weighted, weights, caches, block_table, span * blocks, next_table, next_block, first_head + head,
+                            head * num_rows, unseeing, num_rows, start, group, window, width, head_dim, block_size,
+                        )  # fmt: skip
                 for row in range(heads_at_once * num_rows):
-                    token, head = _query_of(row, first, first_head, num_rows, group)
+                    token, head = query_of(row, first, first_head, num_rows, group)
                     for d in range(head_dim):
                         out[token, head, d] = weighted[row, d] / sums[row]
 
