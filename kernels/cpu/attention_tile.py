@@ -76,7 +76,20 @@ def score_rows(
             blocks = min(at_once, end - index)
             place = row * width + index * block_size
             score(
-                count, scores, place, width, queries, row, keys, values, table, first_block + index, blocks, head, head_dim, block_size
+                count,
+                scores,
+                place,
+                width,
+                queries,
+                row,
+                keys,
+                values,
+                table,
+                first_block + index,
+                blocks,
+                head,
+                head_dim,
+                block_size,
             )
             index += blocks
         row += count

@@ -50,8 +50,8 @@ PANEL = BLOCK_PANEL
 _FLOATS, _MASK, _BYTES = (ir.VectorType(kind, LANES) for kind in (FLOAT, ir.IntType(1), INT8))
 _LEAST_MAGNITUDE = float(np.float32(1e-30))  # of a block whose numbers are not taken for zeros
 
-# Beside the codes of a block of a row, `quantize_rows` keeps its scale, what its codes stand for in sum, and negative integers:
-# the sums of all codes, of the first half and of the second.
+# Beside the codes of a block of a row, `quantize_rows` keeps its scale, what its codes stand for in sum, and negative integers: the
+# sum of all codes, and the sums of either half times the middle of the one kind with two scales a block, Q6_K: products begin there.
 _SCALE, _SUM, _TOTAL, _FIRST, _SECOND = range(5)
 BESIDE = 5
 
@@ -74,6 +74,7 @@ _NUM_BITS = tuple(kind.bits for kind in KINDS)
 _SIZES = tuple(kind.size for kind in KINDS)
 _SPANS = tuple(kind.span for kind in KINDS)
 _MIDDLES = tuple(1 << kind.middle_shift if kind.is_symmetric else 0 for kind in KINDS)
+(_MIDDLE_OF_PARTS,) = {middle for kind, middle in zip(KINDS, _MIDDLES, strict=True) if kind.parts > 1}
 _MINIMA_OFFSETS = tuple(kind.minima_offset for kind in KINDS)
 _FACTORS_OFFSETS = tuple(kind.factors_offset for kind in KINDS)
 
@@ -148,12 +149,13 @@ def _tile(typing_context, kind, rows, out, place, stride, x, first_word, records
 
             products = [[ir.Constant(WORDS, None)] * height for _ in range(kind.parts)]
             if kind.is_symmetric:
-                shift = ir.Constant(WORDS, [kind.middle_shift] * LANES)
                 sums = (_TOTAL,) if kind.parts == 1 else (_FIRST, _SECOND)
                 products = [
-                    [builder.shl(splat(builder, load_as(builder, word(r, each), INT32, 4), WORDS), shift) for r in range(height)]
-                    for each in sums
+                    [splat(builder, load_as(builder, word(r, each), INT32, 4), WORDS) for r in range(height)] for each in sums
                 ]
+                if kind.parts == 1:
+                    shift = ir.Constant(WORDS, [kind.middle_shift] * LANES)
+                    products = [[builder.shl(each, shift) for each in products[0]]]
             codes = at(builder, record, builder.mul(block, int64(kind.code_bytes)))
             for group, columns in kind.load_codes(builder, codes):
                 some = products[group * kind.parts // kind.groups]
@@ -330,7 +332,7 @@ def _round_block(typing_context, size, packed, place, stride, x, start):
             put(beside + _SUM, as_word(builder.fmul(scale, builder.sitofp(total, FLOAT))))
             put(beside + _TOTAL, builder.neg(total))
             for which, half in zip((_FIRST, _SECOND), halves, strict=True):
-                put(beside + which, builder.neg(half))
+                put(beside + which, builder.mul(half, ir.Constant(INT32, -_MIDDLE_OF_PARTS)))
 
         switch(builder, number, sorted(set(_X_BLOCKS)), emit)
         return context.get_dummy_value()

@@ -179,7 +179,9 @@ def add_weighted(
                     one_weight = builder.load(at(builder, weight_data, builder.add(at_row, loop.index)))
                     for offset, value in loaded.items():
                         total = sums[r, offset]
-                        builder.store(_add_product(builder, builder.load(total), splat(builder, one_weight, value.type), value), total)
+                        builder.store(
+                            _add_product(builder, builder.load(total), splat(builder, one_weight, value.type), value), total
+                        )
 
         def emit(num_rows):
             for d in range(0, width, lanes * VALUE_VECTORS):
@@ -209,7 +211,9 @@ def add_weighted(
 def _block(context, builder, signature, arguments, places, index, head, elements):
     """Pointer to what the cache, the argument at places[0], has of `head` in the block that the table at places[1] has at `index`."""
     cache, table = pointers(context, builder, signature, arguments, places)
-    shape = cgutils.unpack_tuple(builder, context.make_array(signature.args[places[0]])(context, builder, arguments[places[0]]).shape)
+    shape = cgutils.unpack_tuple(
+        builder, context.make_array(signature.args[places[0]])(context, builder, arguments[places[0]]).shape
+    )
     block = builder.sext(builder.load(at(builder, table, index)), ir.IntType(64))
     return at(builder, cache, builder.mul(builder.add(builder.mul(block, shape[1]), head), int64(elements)))
 
