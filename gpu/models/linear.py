@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from gpu.checkpoint.packed_matrix import PackedMatrix
 from gpu.numerics import Numerics
 from kernels.cpu.bfloat_matmul import bfloat_rows
-from kernels.cpu.block_matmul import PackedBlocks, block_rows
+from kernels.cpu.block_matmul import PackedBlocks
+from kernels.cpu.block_rows import block_rows
 from kernels.cpu.half_matmul import half_rows
 from kernels.cpu.project import PackedWeight, matmul
 from kernels.cpu.quantized_blocks import quantize

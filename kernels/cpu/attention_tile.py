@@ -74,23 +74,8 @@ def score_rows(
         index, end = 0, min(end_block, seen_blocks)
         while index < end:
             blocks = min(at_once, end - index)
-            place = row * width + index * block_size
-            score(
-                count,
-                scores,
-                place,
-                width,
-                queries,
-                row,
-                keys,
-                values,
-                table,
-                first_block + index,
-                blocks,
-                head,
-                head_dim,
-                block_size,
-            )
+            place, first = row * width + index * block_size, first_block + index
+            score(count, scores, place, width, queries, row, keys, values, table, first, blocks, head, head_dim, block_size)
             index += blocks
         row += count
 
@@ -110,8 +95,8 @@ def weigh_rows(
 
 @numba.njit(inline="always")
 def add_rows(
-    weighted, weights, caches, table, first_block, next_table, next_block, head, first_row, unseeing, num_rows, start, group, window,
-    width, head_dim, block_size,
+    weighted, weights, caches, table, first_block, next_table, next_block, head, first_row, unseeing, num_rows, start, group,
+    window, width, head_dim, block_size,
 ):  # fmt: skip
     """Adds the weighted values of the span, whose first block `table` has at `first_block`, to a head's rows."""
     keys, values = caches

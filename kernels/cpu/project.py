@@ -11,13 +11,13 @@ import torch
 from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
-from kernels.cpu import bfloat_matmul, block_matmul, crew, half_matmul, panel_matmul
+from kernels.cpu import bfloat_matmul, block_matmul, crew, half_matmul, panel_matmul, rounded_rows
 from kernels.cpu.compiled import compiled
 from kernels.cpu.crew import pointer_to
 
 _multiply_panels, _multiply_blocks = panel_matmul.multiply, block_matmul.multiply
 _pack_rows, _round_rows, _num_pairs = half_matmul.pack_rows, bfloat_matmul.round_rows, bfloat_matmul.num_pairs
-_quantize_rows, _SEGMENT_FIELDS = block_matmul.quantize_rows, block_matmul.SEGMENT_FIELDS
+_quantize_rows, _SEGMENT_FIELDS = rounded_rows.quantize_rows, block_matmul.SEGMENT_FIELDS
 _NO_SEGMENTS = np.zeros((0, _SEGMENT_FIELDS), np.int64)
 
 # A weight's description: what compiled code must know of it, arrays by their addresses, so that one compiled function serves all.

@@ -1,7 +1,7 @@
 """A row's softmax over spans of the KV cache, span by span, in LLVM's vector types, for use inside numba's loops.
 
-What a row has of the spans before shrinks when a span has a higher score. Only operations of one rounding, in an order of their own:
-the same bits on every processor, whatever rows stand beside.
+What a row has of the spans before shrinks when a span has a higher score. Each operation rounds once, and a row's operations have
+an order of their own: the same bits on every processor, whatever rows stand beside.
 """
 
 from __future__ import annotations

@@ -178,10 +178,9 @@ def add_weighted(
                     at_row = builder.add(weight, builder.mul(step, int64(r)))
                     one_weight = builder.load(at(builder, weight_data, builder.add(at_row, loop.index)))
                     for offset, value in loaded.items():
-                        total = sums[r, offset]
-                        builder.store(
-                            _add_product(builder, builder.load(total), splat(builder, one_weight, value.type), value), total
-                        )
+                        factor = splat(builder, one_weight, value.type)
+                        total = _add_product(builder, builder.load(sums[r, offset]), factor, value)
+                        builder.store(total, sums[r, offset])
 
         def emit(num_rows):
             for d in range(0, width, lanes * VALUE_VECTORS):
@@ -209,13 +208,12 @@ def add_weighted(
 
 
 def _block(context, builder, signature, arguments, places, index, head, elements):
-    """Pointer to what the cache, the argument at places[0], has of `head` in the block that the table at places[1] has at `index`."""
+    """Pointer to what a cache has of `head` in the block that a table has at `index`; `places` of both among the arguments."""
     cache, table = pointers(context, builder, signature, arguments, places)
-    shape = cgutils.unpack_tuple(
-        builder, context.make_array(signature.args[places[0]])(context, builder, arguments[places[0]]).shape
-    )
+    cache_array = context.make_array(signature.args[places[0]])(context, builder, arguments[places[0]])
+    num_heads = cgutils.unpack_tuple(builder, cache_array.shape)[1]
     block = builder.sext(builder.load(at(builder, table, index)), ir.IntType(64))
-    return at(builder, cache, builder.mul(builder.add(builder.mul(block, shape[1]), head), int64(elements)))
+    return at(builder, cache, builder.mul(builder.add(builder.mul(block, num_heads), head), int64(elements)))
 
 
 def _add_product(builder, total, x, y):

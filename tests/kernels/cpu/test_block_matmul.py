@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kernels.cpu.block_kinds import KINDS
-from kernels.cpu.block_matmul import block_rows, pack_blocks
+from kernels.cpu.block_matmul import pack_blocks
+from kernels.cpu.block_rows import block_rows
 from kernels.cpu.ir import features
 from kernels.cpu.project import PackedWeight, matmul
 from kernels.cpu.quantized_blocks import Blocks, Scales, join_rows, quantize, zeros_like
