@@ -218,9 +218,13 @@ class EngineStats(msgspec.Struct):
     iteration_tokens_buckets: list[int] = []  # cumulative counts under ITERATION_TOKENS_BOUNDS, +Inf last
     iteration_tokens_sum: int = 0  # prompt tokens computed and tokens generated, summed over steps
     last_step_seconds: float = 0.0
+    step_seconds_buckets: list[int] = []  # cumulative counts under STEP_SECONDS_BOUNDS, +Inf last
+    step_seconds_sum: float = 0.0  # of the workers' time for steps
+    step_slowdown: float = 1.0  # what steps take, over what the worker measured when the engine started
 
 
 ITERATION_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+STEP_SECONDS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 
 
 class EngineInfo(msgspec.Struct):

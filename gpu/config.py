@@ -142,5 +142,6 @@ class Capacity:
     block_bytes: int  # KV of one block on this rank, all layers
     available_kv_bytes: int
     fingerprint: str  # weights, dtype and numeric class of the kernels; equal on engines that may take over each other's requests
-    profiled_seconds_per_token: float = 0.0  # of a full prefill step, without what its tokens attend to; 0: not measured
+    profiled_seconds_per_token: float = 0.0  # of a prompt in one thread, without what its tokens attend to; 0: not measured
     profiled_seconds_per_context: float = 0.0  # more of a token for each that it attends to
+    sure_threads: int = 1  # of a step while all engines of the machine compute; it may borrow more from idle ones

@@ -79,5 +79,10 @@ def compute_threads(cores: int, replicas: int, ranks: int) -> int:
     if cores == 2 and ranks == 1:
         return 2
     if replicas > 1:
-        return max(1, cores // (replicas * ranks))
+        return sure_threads(cores, replicas, ranks)
     return max(1, (cores - 1) // ranks)
+
+
+def sure_threads(cores: int, replicas: int, ranks: int) -> int:
+    """Of a rank: the cores that are its own while all ranks of all replicas compute."""
+    return max(1, cores // (replicas * ranks))

@@ -131,6 +131,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     prompt_logprobs: list[PromptLogprobs]
     failed_rows: dict[int, str]  # scheduled rows that failed, now or in a step before, and why; they sample nothing until freed
     forward_seconds: float
+    num_threads: int = 1  # that computed the step, on a CPU
 
 
 def _encode_column(value: Any) -> Any:

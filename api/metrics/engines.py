@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from engine.bus.queue_depth import QueueDepth
-from engine.protocol import ITERATION_TOKENS_BOUNDS, EngineInfo, EngineStats
+from engine.protocol import ITERATION_TOKENS_BOUNDS, STEP_SECONDS_BOUNDS, EngineInfo
 
 _LABELS = ("model_name", "engine")
 QUEUE = "queue"  # stands for the engine of what waits in Redis, where no engine has it yet
@@ -21,6 +21,7 @@ QUEUE = "queue"  # stands for the engine of what waits in Redis, where no engine
 GAUGES = (
     ("num_requests_running", "Choices that run", "num_running"),
     ("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1", "kv_cache_usage"),
+    ("step_slowdown", "Time of recent steps over the time that the worker measured when the engine started", "step_slowdown"),
 )
 COUNTERS = (
     ("prompt_tokens", "Prompt tokens of requests that had a first token", "prompt_tokens"),
@@ -57,6 +58,7 @@ class EngineCollector(Collector):
         yield self._waiting_tokens()
         yield self._prompt_tokens_by_source()
         yield self._iteration_tokens()
+        yield self._step_seconds()
         yield self._cache_config()
 
     def _gauge(self, name: str, help: str, labels: Sequence[str] = _LABELS) -> GaugeMetricFamily:
@@ -101,7 +103,16 @@ class EngineCollector(Collector):
         help = "Prompt tokens computed and tokens generated in a step"
         histogram = HistogramMetricFamily(f"{self._prefix}:iteration_tokens_total", help, labels=_LABELS)
         for engine in self._engines:
-            histogram.add_metric(_values(engine), _buckets(engine.stats), engine.stats.iteration_tokens_sum)
+            buckets = _buckets(ITERATION_TOKENS_BOUNDS, engine.stats.iteration_tokens_buckets)
+            histogram.add_metric(_values(engine), buckets, engine.stats.iteration_tokens_sum)
+        return histogram
+
+    def _step_seconds(self) -> Metric:
+        help = "Time of a step in the workers: the tokens of all running requests come at this pace"
+        histogram = HistogramMetricFamily(f"{self._prefix}:step_time_seconds", help, labels=_LABELS)
+        for engine in self._engines:
+            buckets = _buckets(STEP_SECONDS_BOUNDS, engine.stats.step_seconds_buckets)
+            histogram.add_metric(_values(engine), buckets, engine.stats.step_seconds_sum)
         return histogram
 
     def _cache_config(self) -> Metric:
@@ -126,7 +137,6 @@ def _values(engine: EngineInfo) -> list[str]:
     return [_model_name(engine), engine.slot]
 
 
-def _buckets(stats: EngineStats) -> list[tuple[str, float]]:
-    bounds = [*(str(float(bound)) for bound in ITERATION_TOKENS_BOUNDS), "+Inf"]
-    counts = stats.iteration_tokens_buckets or [0] * len(bounds)
-    return list(zip(bounds, map(float, counts), strict=True))
+def _buckets(bounds: Sequence[float], counts: list[int]) -> list[tuple[str, float]]:
+    names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    return list(zip(names, map(float, counts or [0] * len(names)), strict=True))

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 
 from engine.config import SchedulerConfig
-from engine.scheduling.step_cost import NO_COST, StepCost
+from engine.scheduling.step_cost import NO_COST, StepCost, StepPace
 from gpu.config import CacheConfig, Capacity, ModelConfig
 
-CPU_STEP_SECONDS = 0.5  # a CPU prefill step longer than this would hold up every stream
+CPU_STEP_SECONDS = 0.5  # a longer step of a CPU would hold up every stream
 CPU_MAX_BATCHED_TOKENS = 512
 CPU_MAX_SEQS = 128
 GIB = 1 << 30
@@ -40,22 +40,22 @@ def step_limits(config: SchedulerConfig, device: str, memory_bytes: int = 0, dev
     return config.max_num_batched_tokens or tokens, config.max_num_seqs or seqs
 
 
-def step_cost(config: SchedulerConfig, capacity: Capacity) -> tuple[StepCost, float]:
-    """The cost of steps that the workers measured, and the longest step in seconds: half a second on a CPU, else no limit.
-
-    A configured token budget stands, however long its steps take.
-    """
+def step_cost(config: SchedulerConfig, capacity: Capacity) -> StepCost:
+    """What the worker measured of steps, where their length is limited: on a CPU whose token budget was not configured."""
     if config.max_num_batched_tokens or capacity.device != "cpu" or not capacity.profiled_seconds_per_token:
-        return NO_COST, math.inf
-    cost = StepCost(per_token=capacity.profiled_seconds_per_token, per_context=capacity.profiled_seconds_per_context)
-    return cost, CPU_STEP_SECONDS
+        return NO_COST
+    return StepCost(per_token=capacity.profiled_seconds_per_token, per_context=capacity.profiled_seconds_per_context)
 
 
-def calibrated_budget(budget: int, cost: StepCost, max_seconds: float) -> int:
-    """The token budget, lowered so that a step of one prompt's first tokens takes no longer than that, never below 128."""
+def step_pace(cost: StepCost, capacity: Capacity) -> StepPace:
+    return StepPace(math.inf if cost is NO_COST else CPU_STEP_SECONDS, capacity.sure_threads)
+
+
+def calibrated_budget(budget: int, cost: StepCost) -> int:
+    """The token budget, lowered so that a step of one prompt's first tokens takes half a second at most, never below 128."""
     if cost is NO_COST:
         return budget
-    return min(budget, max(128, int(cost.tokens_within(max_seconds, 0)) // 32 * 32))
+    return min(budget, max(128, int(cost.tokens_within(CPU_STEP_SECONDS, 0)) // 32 * 32))
 
 
 def fit_kv_cache(model: ModelConfig, cache: CacheConfig, capacity: Capacity) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.protocol import EngineCoreRequest, EngineStats, FinishReason
-from engine.runtime.capacity import Limits, calibrated_budget, fit_kv_cache, step_cost
+from engine.runtime.capacity import Limits, calibrated_budget, fit_kv_cache, step_cost, step_pace
 from engine.runtime.workers import make_executor
 from engine.scheduling.request import Request, make_requests
 from engine.scheduling.scheduler import Scheduler
@@ -47,8 +47,8 @@ class EngineCore:
         max_num_seqs = self.executor.config.max_num_seqs
         try:
             self.capacity = self.executor.start(progress)
-            cost, max_step_seconds = step_cost(config.scheduler, self.capacity)
-            budget = calibrated_budget(self.executor.config.max_num_batched_tokens, cost, max_step_seconds)
+            cost = step_cost(config.scheduler, self.capacity)
+            budget = calibrated_budget(self.executor.config.max_num_batched_tokens, cost)
             max_model_len, num_blocks = fit_kv_cache(config.model, config.cache, self.capacity)
             self.executor.allocate_kv(num_blocks, max_model_len)
         except BaseException:
@@ -64,7 +64,7 @@ class EngineCore:
             max_model_len,
             config.cache.enable_prefix_caching,
             cost,
-            max_step_seconds,
+            step_pace(cost, self.capacity),
         )
 
     def make_requests(self, source: EngineCoreRequest, enqueued: float, received: float) -> list[Request]:

@@ -10,35 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine.scheduling.row_table import Counts
-from engine.scheduling.step_cost import NO_COST, StepCost
+from engine.scheduling.step_draft import Room
 
 MOST_PROMPTS = 8  # that are looked at for a share; those behind wait
-
-
-@dataclass
-class Room:
-    """What is left of a step."""
-
-    tokens: int
-    seconds: float
-    cost: StepCost
-
-    def fitting(self, num_tokens: int, context: int, share: float = 1.0) -> int:
-        """How many of `num_tokens` tokens behind `context` others fit into a share of it."""
-        most = min(num_tokens, int(self.tokens * share))
-        return max(0, int(min(most, self.cost.tokens_within(self.seconds * share, context))))
-
-    def take(self, num_tokens: int, context: int) -> None:
-        self.tokens -= num_tokens
-        self.seconds -= self.cost.seconds(num_tokens, context)
-
-    def take_all(self, num_tokens: Counts, contexts: Counts) -> None:
-        """Of many requests at once."""
-        self.tokens -= int(num_tokens.sum())
-        if self.cost is not NO_COST:
-            per_token = self.cost.per_token + self.cost.per_context * (contexts + num_tokens / 2)
-            self.seconds -= float((num_tokens * per_token).sum())
 
 
 @dataclass

@@ -20,12 +20,12 @@ from engine.config import SchedulerConfig
 from engine.protocol import INVALID_REQUEST, EngineStats, FinishReason
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.live_requests import LiveRequests
-from engine.scheduling.prompt_shares import MOST_PROMPTS, PromptPart, Room, share
+from engine.scheduling.prompt_shares import MOST_PROMPTS, PromptPart, share
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.row_table import Counts, Rows, RowTable
 from engine.scheduling.stats import SchedulerStatistics
 from engine.scheduling.step_cost import NO_COST, StepCost, StepPace
-from engine.scheduling.step_draft import PlannedStep, StepDraft
+from engine.scheduling.step_draft import PlannedStep, Room, StepDraft
 from engine.scheduling.step_outputs import StepOutputs, trim_prompt_logprobs
 from engine.scheduling.stop_check import stop_after
 from engine.scheduling.waiting_queue import WaitingQueue
@@ -59,10 +59,10 @@ class Scheduler:
         max_model_len: int,
         enable_prefix_caching: bool = True,
         cost: StepCost = NO_COST,
-        max_step_seconds: float = math.inf,
+        pace: StepPace | None = None,
     ) -> None:
-        """`config` has its None values resolved; `num_blocks` counts the null block. Prompts are cut so that no step takes longer
-        than `max_step_seconds` by its `cost`. Raises ValueError for impossible limits."""
+        """`config` has its None values resolved; `num_blocks` counts the null block. Prompts are cut so that a step costs what
+        `pace` affords, by its `cost`. Raises ValueError for impossible limits."""
         if not (config.max_num_batched_tokens or 0) > 0 < (config.max_num_seqs or 0):
             raise ValueError("max_num_batched_tokens and max_num_seqs must be at least 1")
         assert config.max_num_batched_tokens and config.max_num_seqs
@@ -81,8 +81,8 @@ class Scheduler:
         self.blocked: BlockedAdmission | None = None
         self._short_of_blocks = False  # the last plan left requests waiting for blocks; read by another thread
         self._watermark_blocks = int(config.watermark * self.kv.pool.num_usable)
-        self._max_step_seconds = max_step_seconds
-        self._pace = StepPace(cost, max_step_seconds)
+        self._cost = cost
+        self._pace = pace or StepPace(math.inf)
         self._step = 0
         self._steps_out: deque[PlannedStep] = deque()
 
@@ -131,8 +131,7 @@ class Scheduler:
         return self._commit(draft, rows, num_tokens)
 
     def _make_draft(self, now: float) -> StepDraft:
-        cost = self._pace.cost
-        room = Room(self.max_num_batched_tokens, self._max_step_seconds - cost.per_step, cost)
+        room = Room(self.max_num_batched_tokens, self._pace.affordable, self._cost, self._cost.per_step)
         return StepDraft(self._step, now, room, replace(room))
 
     def _commit(self, draft: StepDraft, rows: Rows, num_tokens: Counts) -> SchedulerOutput:
@@ -145,8 +144,7 @@ class Scheduler:
             sampling_rows = rows[computed == table.num_tokens[rows]]
             table.num_tokens[sampling_rows] += 1
             table.last_step[rows] = draft.step
-            seconds = self._max_step_seconds - draft.room.seconds
-            self._steps_out.append(PlannedStep(draft.step, rows, num_tokens, sampling_rows, seconds))
+            self._steps_out.append(PlannedStep(draft.step, rows, num_tokens, sampling_rows, draft.room.seconds))
             freed_rows = self.live.take_freed_rows()
         self.statistics.step_planned(total)
         return draft.plan(rows, num_tokens, total, freed_rows)
@@ -335,7 +333,7 @@ class Scheduler:
             if not self._steps_out or output is None or self._steps_out[0].step != plan.step or output.step != plan.step:
                 raise RuntimeError(f"step {plan.step} is not the one whose output is due")
             planned = self._steps_out.popleft()
-            self._pace.observe(planned.seconds, output.forward_seconds)
+            self._pace.observe(planned.seconds, output.forward_seconds, output.num_threads)
             self._take_in(planned, output, outputs, now)
             self.kv.step_returned(planned.step)
             self.live.step_returned(planned.step)
@@ -356,7 +354,8 @@ class Scheduler:
         table.last_token_time[rows] = now
         outputs.clients, outputs.handles, outputs.choices = table.clients[rows], table.handles[rows], table.choices[rows]
         outputs.offsets, outputs.token_ids = offsets.astype(np.int32), token_ids
-        self.statistics.step_returned(int((np.minimum(after, prompts) - np.minimum(before, prompts)).sum()), len(rows))
+        num_prompt_tokens = int((np.minimum(after, prompts) - np.minimum(before, prompts)).sum())
+        self.statistics.step_returned(num_prompt_tokens, len(rows), output.forward_seconds)
         for row in rows[offsets == 0].tolist():
             request = table.request(row)
             self.statistics.first_token(request)
@@ -498,6 +497,7 @@ class Scheduler:
             num_preempted_waiting=sum(request.status is RequestStatus.PREEMPTED for request in self.waiting),
             kv_cache_usage=1 - pool.num_free / pool.num_usable,
             num_free_blocks=pool.num_free,
+            step_slowdown=self._pace.mean,
         )
 
     def check_integrity(self) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import accumulate
 
 import msgspec
 
-from engine.protocol import ITERATION_TOKENS_BOUNDS, EngineStats
+from engine.protocol import ITERATION_TOKENS_BOUNDS, STEP_SECONDS_BOUNDS, EngineStats
 from engine.scheduling.request import Request
 
 
@@ -14,6 +15,7 @@ class SchedulerStatistics:
     def __init__(self) -> None:
         self.counters = EngineStats()
         self._iterations = [0] * (len(ITERATION_TOKENS_BOUNDS) + 1)  # steps by size; not cumulative
+        self._durations = [0] * (len(STEP_SECONDS_BOUNDS) + 1)
 
     def step_planned(self, num_tokens: int) -> None:
         """Counts steps that compute something."""
@@ -21,8 +23,10 @@ class SchedulerStatistics:
             self.counters.steps += 1
             self.counters.scheduled_tokens += num_tokens
 
-    def step_returned(self, num_prompt_tokens: int, num_generated: int) -> None:
-        """A step's size, as vLLM counts it: prompt tokens that it computed and tokens that it generated."""
+    def step_returned(self, num_prompt_tokens: int, num_generated: int, seconds: float) -> None:
+        """A step's size, as vLLM counts it: prompt tokens that it computed and tokens that it generated. And its time."""
+        self.counters.step_seconds_sum += seconds
+        self._durations[bisect_left(STEP_SECONDS_BOUNDS, seconds)] += 1
         self.counters.generation_tokens += num_generated
         if num_tokens := num_prompt_tokens + num_generated:
             self.counters.iteration_tokens_sum += num_tokens
@@ -39,10 +43,10 @@ class SchedulerStatistics:
         counts[reason] = counts.get(reason, 0) + 1
 
     def snapshot(self, **gauges: int | float) -> EngineStats:
-        cumulative, buckets = 0, []
-        for count in self._iterations:
-            cumulative += count
-            buckets.append(cumulative)
         return msgspec.structs.replace(
-            self.counters, finished=dict(self.counters.finished), iteration_tokens_buckets=buckets, **gauges
+            self.counters,
+            finished=dict(self.counters.finished),
+            iteration_tokens_buckets=list(accumulate(self._iterations)),
+            step_seconds_buckets=list(accumulate(self._durations)),
+            **gauges,
         )

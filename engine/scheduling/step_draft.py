@@ -6,10 +6,36 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.scheduling.prompt_shares import Room
 from engine.scheduling.request import Request
 from engine.scheduling.row_table import Counts, Rows
+from engine.scheduling.step_cost import NO_COST, StepCost
 from gpu.plan import NewRequest, SchedulerOutput
+
+
+@dataclass
+class Room:
+    """What is left of a step."""
+
+    tokens: int
+    most_seconds: float  # that the step may take, by its cost
+    cost: StepCost
+    seconds: float = 0.0  # taken of them
+
+    def fitting(self, num_tokens: int, context: int, share: float = 1.0) -> int:
+        """How many of `num_tokens` tokens behind `context` others fit into a share of it."""
+        most = min(num_tokens, int(self.tokens * share))
+        return max(0, int(min(most, self.cost.tokens_within((self.most_seconds - self.seconds) * share, context))))
+
+    def take(self, num_tokens: int, context: int) -> None:
+        self.tokens -= num_tokens
+        self.seconds += self.cost.seconds(num_tokens, context)
+
+    def take_all(self, num_tokens: Counts, contexts: Counts) -> None:
+        """Of many requests at once."""
+        self.tokens -= int(num_tokens.sum())
+        if self.cost is not NO_COST:
+            per_token = self.cost.per_token + self.cost.per_context * (contexts + num_tokens / 2)
+            self.seconds += float((num_tokens * per_token).sum())
 
 
 @dataclass(slots=True)
@@ -20,7 +46,7 @@ class PlannedStep:
     rows: Rows
     num_tokens: Counts
     sampling_rows: Rows
-    seconds: float  # as predicted
+    seconds: float  # by its cost
 
 
 @dataclass(slots=True)

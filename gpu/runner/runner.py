@@ -16,7 +16,7 @@ from gpu.checkpoint.weights import Checkpoint
 from gpu.config import Capacity, WorkerConfig
 from gpu.distributed import TensorParallelGroup
 from gpu.errors import CheckpointError, UnsupportedConfiguration
-from gpu.machine import compute_threads
+from gpu.machine import compute_threads, sure_threads
 from gpu.models.kv_cache import KVCache
 from gpu.models.load import load_model
 from gpu.numerics import DTYPES, Numerics
@@ -107,6 +107,7 @@ class ModelRunner:
             fingerprint=self.fingerprint,
             profiled_seconds_per_token=cost[0],
             profiled_seconds_per_context=cost[1],
+            sure_threads=num_sure_threads(self.config),
         )
 
     def allocate_kv(self, num_blocks: int, max_model_len: int) -> None:
@@ -124,9 +125,12 @@ class ModelRunner:
         if not len(plan.rows):
             return _make_output(plan.step, seconds=time.perf_counter() - started)
         step = batch.make_step(plan)
-        computed = self._compute_step(step, shares_kv=any(request.num_computed_tokens for request in plan.new_requests))
+        computed, num_threads = self._compute_step(
+            step, shares_kv=any(request.num_computed_tokens for request in plan.new_requests)
+        )
         prompt_logprobs = self._prompt_logprobs(step, [hidden for hidden, _ in computed])
         output = _make_output(plan.step, prompt_logprobs=prompt_logprobs)
+        output.num_threads = num_threads
         sampled = self._sample(step, _join([logits for _, logits in computed]), output) if len(step.sampled) else output.token_ids
         batch.advance(step, sampled)
         output.failed_rows = batch.failed_of(step)
@@ -137,13 +141,14 @@ class ModelRunner:
         """No step comes soon: what is kept from step to step is given back."""
         self.cores.rest()
 
-    def _compute_step(self, step: Step, shares_kv: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(hidden states of the tokens, logits of the sampling ones), by parts in the order of tokens."""
+    def _compute_step(self, step: Step, shares_kv: bool) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
+        """(hidden states of the tokens, logits of the sampling ones), by parts in the order of tokens; and how many threads
+        computed them."""
         if self.decode is not None and (shape := self.decode.shape_of(step)) is not None:
-            return [self.decode(step, shape)]
+            return [self.decode(step, shape)], 1
         with self.cores.claim(self.team.size) as threads:
             count = count_parts(step, threads, num_engines(self.config)) if self.in_parts else 1
-            return self.team.map(lambda part: self._compute(step, part), split(step, count, shares_kv), threads)
+            return self.team.map(lambda part: self._compute(step, part), split(step, count, shares_kv), threads), threads
 
     def _compute(self, step: Step, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """(hidden states of the part's tokens, logits of its sampling ones)."""
@@ -262,3 +267,9 @@ def num_compute_threads(config: WorkerConfig) -> int:
     if parallel.num_threads > 0:
         return parallel.num_threads
     return compute_threads(machine.available_cores(), num_engines(config), parallel.tensor_parallel_size)
+
+
+def num_sure_threads(config: WorkerConfig) -> int:
+    """Of them, those for which no other engine of this machine need be idle."""
+    sure = sure_threads(machine.available_cores(), num_engines(config), config.parallel.tensor_parallel_size)
+    return min(sure, num_compute_threads(config))

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from api.metrics.engines import EngineCollector
 from api.metrics.metrics import TTFT_BUCKETS, EndedPrompt, Metrics
 from engine.bus.queue_depth import QueueDepth
-from engine.protocol import ITERATION_TOKENS_BOUNDS, EngineInfo, EngineStats, FinishReason, RequestTimes
+from engine.protocol import ITERATION_TOKENS_BOUNDS, STEP_SECONDS_BOUNDS, EngineInfo, EngineStats, FinishReason, RequestTimes
 from tests.api.live_server import LiveServer
 
 REQUEST_HISTOGRAMS = [
@@ -44,6 +44,8 @@ ENGINE_METRICS = {
     "prefix_cache_hits": "counter",
     "num_preemptions": "counter",
     "iteration_tokens_total": "histogram",
+    "step_time_seconds": "histogram",
+    "step_slowdown": "gauge",
 }
 
 
@@ -101,6 +103,9 @@ def test_an_engines_snapshot_becomes_metrics() -> None:
         prefix_cache_hits=48,
         iteration_tokens_buckets=buckets,
         iteration_tokens_sum=77,
+        step_seconds_buckets=list(range(len(STEP_SECONDS_BOUNDS) + 1)),
+        step_seconds_sum=1.5,
+        step_slowdown=1.25,
     )
     metrics = Metrics("vllm")
     metrics.engines = lambda: [info]
@@ -117,6 +122,9 @@ def test_an_engines_snapshot_becomes_metrics() -> None:
     assert found["vllm:num_prompt_tokens_queued", frozenset({("model_name", "served")})] == 4200
     assert found["vllm:iteration_tokens_total_count", labels] == buckets[-1]
     assert found["vllm:iteration_tokens_total_sum", labels] == 77
+    assert found["vllm:step_time_seconds_bucket", labels | {("le", "0.5")}] == 10
+    assert found["vllm:step_time_seconds_sum", labels] == 1.5
+    assert found["vllm:step_slowdown", labels] == 1.25
     assert found["vllm:iteration_tokens_total_bucket", labels | {("le", "8.0")}] == 2
     assert found["vllm:cache_config_info", labels | {
         ("block_size", "16"), ("num_gpu_blocks", "50"), ("kv_cache_size_tokens", "800"), ("kv_cache_max_concurrency", "8.00")

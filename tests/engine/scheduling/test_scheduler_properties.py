@@ -22,7 +22,7 @@ from engine.config import SchedulerConfig
 from engine.protocol import FinishReason
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step_cost import NO_COST, StepCost
+from engine.scheduling.step_cost import NO_COST, StepCost, StepPace
 from engine.scheduling.step_outputs import StepOutputs
 from gpu.plan import ModelRunnerOutput, NewRequest, SamplingParams, SchedulerOutput, child_seed, decode_output, decode_plan, encode
 from tests.engine.scheduling.worker_oracle import VOCAB_SIZE, WorkerOracle, expected_answer
@@ -101,8 +101,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         self.max_model_len = 28
         config = SchedulerConfig(budget, num_rows, threshold, policy, shrink_chunks=shrink, watermark=watermark)
-        limit = math.inf if cost is NO_COST else 1.0
-        self.scheduler = Scheduler(config, block_size, num_blocks, self.max_model_len, caching, cost, limit)
+        pace = StepPace(math.inf if cost is NO_COST else 1.0)
+        self.scheduler = Scheduler(config, block_size, num_blocks, self.max_model_len, caching, cost, pace)
         self.worker = WorkerOracle(
             num_rows=num_rows, budget=budget, block_size=block_size, num_blocks=num_blocks, salt_of=self._salt_of
         )

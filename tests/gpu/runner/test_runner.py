@@ -9,7 +9,8 @@ from gpu.checkpoint.weights import open_checkpoint
 from gpu.distributed import TensorParallelGroup
 from gpu.errors import UnsupportedConfiguration
 from gpu.plan import SamplingParams, SchedulerOutput, decode_output, decode_plan, encode
-from gpu.runner.runner import ModelRunner, num_compute_threads
+from gpu.runner.core_lock import Cores
+from gpu.runner.runner import ModelRunner, num_compute_threads, num_sure_threads
 from tests.gpu.engine_stub import GREEDY, Driver, make_config, make_runner
 from tests.gpu.tiny_models import save_model
 
@@ -281,3 +282,26 @@ def test_default_threads_are_a_part_of_the_cores(monkeypatch, cores, replicas, r
     config.parallel.data_parallel_size, config.parallel.tensor_parallel_size = replicas, ranks
     monkeypatch.setattr("gpu.machine.available_cores", lambda: cores)
     assert num_compute_threads(config) == threads
+
+
+@pytest.mark.parametrize(("cores", "replicas", "sure"), [(2, 1, 2), (2, 2, 1), (16, 2, 8), (8, 1, 7), (4, 8, 1)])
+def test_an_engine_is_sure_of_the_cores_that_no_other_one_needs(monkeypatch, cores, replicas, sure):
+    config = make_config("")
+    config.parallel.num_threads, config.parallel.data_parallel_size = 0, replicas
+    monkeypatch.setattr("gpu.machine.available_cores", lambda: cores)
+    assert num_sure_threads(config) == sure
+
+
+def test_a_step_tells_with_how_many_threads_it_was_computed(folder, tmp_path, monkeypatch):
+    locks = tmp_path / "locks"
+    locks.touch()
+    config = make_config(folder)
+    config.parallel.num_threads = 2
+    runner = make_runner(config)
+    runner.cores, other = Cores(2, locks), Cores(2, locks)
+    driver = Driver(runner)
+    driver.add(0, list(range(3, 60)), GREEDY)
+    driver.generate(2)
+    with other.claim(1):
+        driver.generate(3)
+    assert {output.num_threads for output in driver.outputs[:2]} == {2} and driver.outputs[-1].num_threads == 1
