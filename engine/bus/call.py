@@ -38,6 +38,7 @@ class Trouble(StrEnum):
     MASTER = "is a replica without its master"
     CLIENTS = "has as many clients as it allows"
     PROTECTED = "refuses clients of other machines"
+    CERTIFICATE = "has a certificate that is not trusted"
     PASSWORD = "does not accept this user and password"
 
 

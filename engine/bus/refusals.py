@@ -27,10 +27,12 @@ _BY_WORDS = {
     "LOADING ": Trouble.LOADING,
     "MASTERDOWN ": Trouble.MASTER,
     "MISCONF ": Trouble.DISK,
+    "NOAUTH ": Trouble.PASSWORD,
     "NOREPLICAS ": Trouble.REPLICAS,
     "OOM ": Trouble.MEMORY,
     "READONLY ": Trouble.READ_ONLY,
     "UNBLOCKED ": Trouble.READ_ONLY,  # a master that becomes a replica ends the reads that wait in it
+    "WRONGPASS ": Trouble.PASSWORD,
     "max number of clients": Trouble.CLIENTS,
 }
 _BY_CLASS: tuple[tuple[type[Exception], Trouble], ...] = (
@@ -46,6 +48,7 @@ _BY_CLASS: tuple[tuple[type[Exception], Trouble], ...] = (
 )
 # It will never serve under this URL: there is no such database (another error is that the user has not the rights).
 _UNFIT = ("DB index is out of range", "SELECT is not allowed")
+_UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"  # of OpenSSL, somewhere in the message
 _ANNOTATION = " caused error: "  # of redis-py, before the error of a command in a pipeline
 _GENERIC = "ERR "  # the first word of errors that have none of their own
 
@@ -53,6 +56,8 @@ _GENERIC = "ERR "  # the first word of errors that have none of their own
 def trouble_of(error: Exception) -> Trouble | None:
     """None: the error says nothing of Redis' own state."""
     message = _message(error)
+    if _UNTRUSTED in message:
+        return Trouble.CERTIFICATE
     worded = (trouble for words, trouble in _BY_WORDS.items() if message.startswith(words))
     return next(worded, None) or next((trouble for kind, trouble in _BY_CLASS if isinstance(error, kind)), None)
 

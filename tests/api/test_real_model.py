@@ -67,6 +67,26 @@ def test_a_stop_string_across_tokens_ends_the_text_before_it(server: LiveServer,
     assert stream(server, PROMPTS[1], stop=stop) == (free["text"][:cut], "stop")
 
 
+def test_tokens_and_logprobs_end_with_the_text_at_a_stop_string(server: LiveServer) -> None:
+    fields = {"max_tokens": 60, "stop": ["12"], "logprobs": 0, "return_token_ids": True}
+    whole = ask(server, "1, 2, 3, 4, 5,", **fields)
+    assert (whole["finish_reason"], whole["text"][-4:]) == ("stop", "11, ")
+    assert "".join(whole["logprobs"]["tokens"]) == whole["text"]
+    assert len(whole["token_ids"]) == len(whole["logprobs"]["token_logprobs"]) == len(whole["logprobs"]["text_offset"])
+    body = {"prompt": "1, 2, 3, 4, 5,", **GREEDY, "stream": True, **fields}
+    events = sse_events(server.http.post("/v1/completions", json=body).text.split("\n"))[:-1]
+    parts = [event["choices"][0] for event in events]
+    assert [token_id for part in parts for token_id in part.get("token_ids", ())] == whole["token_ids"]
+    assert [token for part in parts for token in (part["logprobs"] or {"tokens": []})["tokens"]] == whole["logprobs"]["tokens"]
+
+
+def test_a_tokens_alternatives_begin_with_the_token_itself(server: LiveServer) -> None:
+    logprobs = ask(server, "One two three", max_tokens=1, echo=True, logprobs=1)["logprobs"]
+    first, *tops = logprobs["top_logprobs"]
+    assert first is None and [next(iter(top)) for top in tops] == logprobs["tokens"][1:]
+    assert any(len(top) == 2 for top in tops), "the model would have said something else"
+
+
 def test_characters_across_tokens_come_whole(server: LiveServer, tokenizer: TextTokenizer) -> None:
     """The model is led along an emoji's bytes: no delta ever shows half of it."""
     emoji = tokenizer.encode("🚀")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socketserver
 import ssl
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ import pytest
 import redis
 from click.testing import CliRunner
 
+from engine.bus.call import BusUnavailable, Trouble
+from engine.bus.connection import AsyncBus, Bus
+from engine.bus.enqueue import accepts
 from ops.cli import cli
 from ops.errors import CommandError, SettingError
 from ops.redis_url import parse_redis_url
@@ -192,6 +196,23 @@ def test_an_untrusted_certificate_is_refused_by_both(untrusted: tuple[int, Path]
         client.ping()
     with broker(parsed.broker) as client, pytest.raises(redis.exceptions.ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
         client.ping()
+
+
+async def test_an_untrusted_certificate_is_told_as_it_is_and_at_once(untrusted: tuple[int, Path]) -> None:
+    url = str(parse_redis_url(f"rediss://localhost:{untrusted[0]}/0"))
+    with Bus(url, patience=60.0) as bus:
+        async with AsyncBus(url, patience=60.0) as abus:
+            for error in (await failure(asyncio.to_thread(bus.run, accepts())), await failure(abus.run(accepts()))):
+                assert error.trouble is Trouble.CERTIFICATE
+    done = CliRunner().invoke(cli, ["ps", "--redis-url", url], standalone_mode=False)
+    assert isinstance(done.exception, CommandError)
+    assert "Redis has a certificate that is not trusted: " in str(done.exception)
+
+
+async def failure(running: Awaitable[object]) -> BusUnavailable:
+    with pytest.raises(BusUnavailable) as failed:
+        await running
+    return failed.value
 
 
 @pytest.mark.parametrize("option", ["ssl_ca_certs={}", "ssl_cert_reqs=none"])
