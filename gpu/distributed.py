@@ -44,6 +44,10 @@ class TensorParallelGroup:
             return x
         return torch.cat(list(self._gather(x)), dim=-1)
 
+    def all_say(self, yes: bool) -> bool:
+        """Whether all ranks say so."""
+        return bool(self.all_gather(torch.tensor([yes])).all())
+
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         """[size, *x.shape]"""
         gathered = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)

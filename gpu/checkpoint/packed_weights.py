@@ -7,7 +7,6 @@ engine does not read the checkpoint again.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -25,6 +24,7 @@ import numpy as np
 from gpu.checkpoint.packed_matrix import PackedMatrix
 from gpu.checkpoint.weights import Checkpoint
 from gpu.distributed import TensorParallelGroup
+from gpu.file_lock import lock_file, unlock_file
 from gpu.numerics import Numerics
 from kernels.cpu.tiles import BLOCK_PANEL, HALF_PANEL
 
@@ -66,7 +66,7 @@ class SharedWeights:
         self._is_new = False
         if self._index is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(path.with_suffix(".lock"))
+            self._lock = lock_file(path.with_suffix(".lock"), "another process packs these weights")
             try:
                 self._open_locked()
             except BaseException:
@@ -179,20 +179,8 @@ class SharedWeights:
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process forked meanwhile would keep it
-            os.close(self._lock)
+            unlock_file(self._lock)
             self._lock = None
-
-
-def _lock(path: Path) -> int:
-    """Waits for the lock that the file is, which the kernel releases when its holder ends, however it ends."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        logger.info("another process packs these weights; waiting for it")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    return lock
 
 
 def _read_index(data: IO[bytes]) -> dict[str, dict[str, Any]]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from gpu.config import WorkerConfig
+from gpu.distributed import TensorParallelGroup
+from gpu.file_lock import one_at_a_time
 from gpu.machine import available_memory, passing_memory
 from gpu.models.attention import AttentionMetadata
 from gpu.models.decoder import CausalLM
@@ -18,6 +21,7 @@ from gpu.plan import NewRequest, SamplingParams, SchedulerOutput
 from gpu.runner.input_batch import Batch
 from gpu.runner.sampler import Sampler
 from gpu.runner.step_profile import KeptProfile, StepProfile
+from kernels import CACHE_DIRECTORY
 
 MOST_CPU_KV_BYTES = 4 << 30
 PROMPT_LEN = 512  # tokens of each prompt in a measured step
@@ -49,7 +53,7 @@ class Profiler:
         sampler: Sampler,
         make_kv: MakeKV,
         make_batch: Callable[[int], Batch],
-        num_ranks: int,
+        group: TensorParallelGroup,
         device: torch.device,
         kept: KeptProfile | None = None,
     ) -> None:
@@ -60,7 +64,7 @@ class Profiler:
         self._sampler = sampler
         self._make_kv = make_kv
         self._make_batch = make_batch
-        self._num_ranks = num_ranks
+        self._group = group
         self._kept = kept or KeptProfile(None)
         self._seconds_per_token = 0.0  # of the prompts in the last step; on a GPU without the time that they then take
         self._prompt_len = 0  # of the prompts in that step
@@ -77,15 +81,33 @@ class Profiler:
 
     def kv_bytes_on_cpu(self, step_bytes: int) -> int:
         """This rank's share of what the largest steps leave: ranks and replicas live in the same memory."""
-        workers = self._num_ranks * max(1, self.config.parallel.data_parallel_size)  # which all have steps
+        workers = self._group.size * max(1, self.config.parallel.data_parallel_size)  # which all have steps
         share = self.config.cache.gpu_memory_utilization * (available_memory() - workers * step_bytes)
         return max(0, int(min(share, MOST_CPU_KV_BYTES)) // workers)
 
     def profile_on_cpu(self) -> StepProfile:
         """What steps take. What is compiled at first use is compiled then, also where the profile is known."""
-        if (known := self._kept.read()) is not None:
-            self._warm_step()  # maps the weights, too
-            return known
+        known = self._known()
+        if known is None:
+            with self._alone():
+                known = self._known()
+                if known is None:
+                    return self._measure()
+        self._warm_step()
+        return known
+
+    def _known(self) -> StepProfile | None:
+        """The profile that an earlier start has kept; None where a rank has none, because all compute the same steps."""
+        known = self._kept.read()
+        return known if self._group.all_say(known is not None) else None
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Of engines that start together for the first time one compiles and measures, while the others wait for what it finds."""
+        if self._group.size > 1:  # a rank needs the others in its steps
+            return nullcontext()
+        return one_at_a_time(CACHE_DIRECTORY / "lock", "another engine compiles and measures")
+
+    def _measure(self) -> StepProfile:
         self._largest_step()  # maps the weights and compiles, which is not what a step needs
         memory = passing_memory(self._largest_step)
         found = StepProfile(memory, *self._prompt_cost())

@@ -83,7 +83,7 @@ class ModelRunner:
         memory of that one are known."""
         model_config, cache = self.model.config, self.config.cache
         makers = (self.make_kv, self.make_batch)
-        profiler = Profiler(self.config, self.model, self.sampler, *makers, self.group.size, self.device, self.kept_profile)
+        profiler = Profiler(self.config, self.model, self.sampler, *makers, self.group, self.device, self.kept_profile)
         cost = (0.0, 0.0)
         if self.device.type == "cpu":
             steps = profiler.profile_on_cpu()

@@ -88,7 +88,7 @@ def test_the_second_of_two_waits_for_the_first(tmp_path):
     tell = logging.StreamHandler(os.fdopen(writer, "w", closefd=False))
 
     def second():
-        logger = logging.getLogger("gpu.checkpoint.packed_weights")
+        logger = logging.getLogger("gpu.file_lock")
         logger.setLevel(logging.INFO)
         logger.addHandler(tell)
         weights = SharedWeights(tmp_path / NAME)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,12 +17,15 @@ import torch
 
 from gpu import control_group, machine
 from gpu.config import Capacity, WorkerConfig
+from gpu.distributed import TensorParallelGroup
+from gpu.runner import profile
 from gpu.runner.profile import SHORT_LEN, WARM_LEN, Profiler
 from gpu.runner.sampling_table import SamplingTable
 from gpu.runner.step_profile import KeptProfile, StepProfile
 from gpu.runner.token_rules import Histories
 from tests.gpu.engine_stub import make_config, make_runner
 from tests.gpu.tiny_models import save_model
+from tests.waiting import wait_for
 
 MIB = 1 << 20
 AVAILABLE = 2048 * MIB
@@ -45,13 +50,18 @@ def weights(tmp_path: Path) -> Iterator[mmap.mmap]:
 class StandIn(Profiler):
     """Has nothing but its largest step."""
 
-    def __init__(self, step: Callable[[], None]) -> None:
+    def __init__(self, step: Callable[[], None], kept: KeptProfile | None = None, group: TensorParallelGroup | None = None) -> None:
         nothing = cast(Any, None)
-        super().__init__(WorkerConfig(), nothing, nothing, nothing, nothing, 1, torch.device("cpu"))
+        group = group or TensorParallelGroup()
+        super().__init__(WorkerConfig(), nothing, nothing, nothing, nothing, group, torch.device("cpu"), kept)
         self.step = step
+        self.is_warm = False
 
     def _largest_step(self) -> None:
         self.step()
+
+    def _warm_step(self) -> None:
+        self.is_warm = True
 
     def _prompt_cost(self) -> tuple[float, float]:
         return 1.0, 0.0
@@ -130,7 +140,7 @@ def test_the_largest_step_samples_all_rows(tmp_path: Path) -> None:
     def sample(logits: torch.Tensor, rows: np.ndarray, table: SamplingTable, histories: Histories) -> None:
         sampled.append((len(logits), rows.tolist(), np.count_nonzero(table.penalized)))
 
-    Profiler(runner.config, runner.model, sample, runner.make_kv, runner.make_batch, 1, runner.device)._largest_step()
+    Profiler(runner.config, runner.model, sample, runner.make_kv, runner.make_batch, runner.group, runner.device)._largest_step()
     assert sampled == [(7, list(range(7)), 6)]
 
 
@@ -165,6 +175,60 @@ def test_a_later_start_knows_what_steps_take(tmp_path: Path, monkeypatch: pytest
     assert start(budget=300)[1] == [WARM_LEN], "it is made anew"
     monkeypatch.setattr(machine, "processor", lambda: "a faster one")
     assert start(budget=300)[1][0] == 300
+
+
+def nothing_to_do() -> None:
+    raise AssertionError("another engine has measured this step")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_of_engines_that_start_together_one_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(profile, "CACHE_DIRECTORY", tmp_path)
+    kept, may_end, measured = KeptProfile(tmp_path / "kept.step"), threading.Event(), []
+
+    def step() -> None:
+        assert may_end.wait(20)
+        if fails:
+            raise RuntimeError("it does not compile")
+
+    first = StandIn(step, kept)
+    second = StandIn(lambda: measured.append("again") if fails else nothing_to_do(), kept)
+    with ThreadPoolExecutor(2) as threads:
+        leading = threads.submit(first.profile_on_cpu)
+        wait_for(lambda: (tmp_path / "lock").exists(), "the first to begin")
+        following = threads.submit(second.profile_on_cpu)
+        wait_for(lambda: "another engine compiles and measures; waiting" in caplog.text, "the second to wait")
+        may_end.set()
+        assert following.result(20).seconds_per_token == 1.0
+        if fails:
+            with pytest.raises(RuntimeError, match="it does not compile"):
+                leading.result()
+        else:
+            assert following.result() == leading.result() == kept.read()
+    assert bool(measured) == fails
+    assert second.is_warm != fails
+
+
+def test_a_start_that_cannot_wait_for_others_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(profile, "CACHE_DIRECTORY", tmp_path / "nowhere")
+    assert StandIn(lambda: None).profile_on_cpu().seconds_per_token == 1.0
+    assert "cannot be locked" in caplog.text
+
+
+def test_ranks_compute_the_same_steps_even_if_one_has_lost_its_profile(tmp_path: Path) -> None:
+    class WithOneThatKnowsNothing(TensorParallelGroup):
+        def all_say(self, yes: bool) -> bool:
+            return False
+
+    kept, steps = KeptProfile(tmp_path / "kept.step"), []
+    kept.write(StepProfile(5, 0.1, 0.0))
+    StandIn(lambda: steps.append("largest"), kept, WithOneThatKnowsNothing(0, 2)).profile_on_cpu()
+    assert steps == ["largest", "largest"]
 
 
 @pytest.mark.parametrize("kept", ["", "5", "[]", "{}", '{"memory": 5, "seconds_per_token": 0, "seconds_per_context": 0}'])
