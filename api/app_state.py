@@ -93,7 +93,7 @@ class Service:
             try:
                 await client.start()
             except BusUnavailable as error:
-                logger.warning("not connected, trying again: %s", error)
+                logger.warning("the API server is not connected to Redis, trying again: %s", error)
                 self._first_trouble = error.trouble
                 await client.close()
             else:

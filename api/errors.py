@@ -26,7 +26,7 @@ logger = logging.getLogger("headrace.api")
 MAX_REPORTED_ERRORS = 10  # entries of a validation error that are told
 MAX_REPORTED_INPUT = 200  # characters of an offending value that are repeated
 MAX_MESSAGE = 4000  # characters: a message may repeat what a client sent
-RETRY_AFTER = {"Retry-After": "1"}  # seconds; a restarted engine takes longer, but who asks again costs nothing
+RETRY_AFTER = {"Retry-After": "1"}  # seconds; a restarted engine takes longer, but asking again costs little
 
 _REPR = reprlib.Repr()  # looks at the beginning of a value alone, however large it is
 _REPR.maxstring = _REPR.maxother = 2 * MAX_REPORTED_INPUT

@@ -11,7 +11,7 @@ and Redis are not.
 
 DIR holds `vllm/` (a venv with vLLM's CPU build) and `models/smollm2-hf`, then the default MODEL. Without it headrace runs alone.
 The servers take turns, round by round. Tokens a CPU second are what an API process delivers when it has a core to itself; tokens a
-second, in the rounds, what came with the waits of the gate and with everybody else on the machine.
+second, in the rounds, what came with the waits of the gate and with other processes on the machine.
 """
 
 from __future__ import annotations

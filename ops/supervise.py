@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 FIRST_DELAY = 0.5  # seconds before the first restart; doubles up to LONGEST_DELAY
 LONGEST_DELAY = 30.0
 CALM = 60.0  # seconds of running after which a death counts as the first one again
-START_ATTEMPTS = 4  # of a child that was never ready: what fails so often will not mend itself
+START_ATTEMPTS = 4  # of a child that was never ready: after so many failures another attempt is pointless
 LONGEST_LINE = 64 * 1024
 LAST_LINES_SECONDS = 2.0  # for what a dead child has left in its pipes
 
@@ -123,7 +123,7 @@ class Child:
             deaths = 1 if loop.time() - started > CALM else deaths + 1
             if self._on_exit is not None:
                 await self._on_exit(ended)
-                if self._stopping:  # since then: whoever stops it knows that it is over
+                if self._stopping:  # meanwhile: its stop reports the end
                     return
             if failure := self._failure(ended, was_ready, deaths):
                 if self._on_failure is not None and self._on_failure(failure):

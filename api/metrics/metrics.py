@@ -46,7 +46,7 @@ class EndedPrompt:
     max_tokens: int
     output_lens: list[int]  # tokens by choice
     latency: float  # seconds since the HTTP request's arrival
-    times: RequestTimes | None  # the engine's word; None where the API server did not wait for it
+    times: RequestTimes | None  # as the engine tells them; None if the API server did not wait for its end
 
     @property
     def answered(self) -> bool:

@@ -93,7 +93,9 @@ class ReaderProcess:
         exchange = asyncio.create_task(self._exchange(frame, raw))
         self._exchanges.add(exchange)
         exchange.add_done_callback(self._exchanges.discard)
-        exchange.add_done_callback(lambda exchange: exchange.cancelled() or exchange.exception())  # no task may be left to read it
+        exchange.add_done_callback(
+            lambda exchange: exchange.cancelled() or exchange.exception()
+        )  # read, even if no task awaits it any more
         return exchange
 
     async def _exchange(self, frame: bytes, raw: bytes) -> bytes:
@@ -128,11 +130,11 @@ class ReaderProcess:
 
 
 class HeldBody:
-    """A large body in the reader process that keeps it, for as long as this context lasts. `head` is what is seen of it here."""
+    """A large body in the reader process that keeps it, while this context lasts. `head`: the part that this process has."""
 
     def __init__(self, reader: ReaderProcess, number: int, head: BaseModel) -> None:
         self.head = head
-        self._reader: ReaderProcess | None = reader  # None: it has gone into its work
+        self._reader: ReaderProcess | None = reader  # None: the reader works on the body
         self._number = number
 
     async def work(self, function: Callable[..., R], *arguments: Any) -> R:

@@ -64,7 +64,7 @@ class Generation:
         self.closed = False
         self.runs = [PromptRun(self, place) for place in range(len(task.prompts))]
         self.choices = [choice for run in self.runs for choice in run.choices]
-        self._num_running = len(self.choices)  # whose engine has not said its last word
+        self._num_running = len(self.choices)  # choices whose engine has not sent the end
         self._streams: Sequence[RequestStream] = ()
         self._observer = observer
         self._observe_gap: Callable[[float], None]

@@ -222,7 +222,7 @@ def _least_shares(file: _TokenizerFile, table: TokenBytes | None) -> NDArray[np.
     longest = np.zeros(256)
     np.maximum.at(longest, data, np.repeat(lengths, lengths))
     single = np.array([piece[0] for piece in table.pieces if len(piece) == 1], np.uint8)
-    shares = np.zeros(256)  # stays 0 for a byte that is no token: who knows what becomes of it
+    shares = np.zeros(256)  # stays 0 for a byte that is no token: its tokens are unknown
     shares[single] = 1 / longest[single]
     if any(token.lstrip or token.rstrip for token in file.added_tokens):
         shares[list(b" \t\n\r\x0b\x0c")] = 0  # any number of them may be swallowed

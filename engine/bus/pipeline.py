@@ -24,9 +24,9 @@ class Line(asyncio.Protocol):
     """
 
     def __init__(self, connection: Any, timeout: float) -> None:
-        """`connection`: an open one of redis-py, which is spoken to without it from now on."""
+        """`connection`: an open one of redis-py, which from now on is used without redis-py."""
         self.closed = False
-        self._connection = connection  # kept: it would close what it opened when it is forgotten
+        self._connection = connection  # kept, because it closes the socket when it is deleted
         self._transport: asyncio.Transport = connection._writer.transport
         self._loop = asyncio.get_running_loop()
         self._timeout = timeout

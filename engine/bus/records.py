@@ -11,7 +11,7 @@ from engine.bus import keys
 from engine.bus.call import Call
 from engine.protocol import EngineInfo, FinishReason, RequestTimes, StoredChoice, StoredOutput, decode_info, decode_stored
 
-ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")  # what the id of an answer puts before the request's
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")  # which the id of an answer has before that of the request
 PAGE = 500  # records read at once
 MOST_LOOKED_AT = 10_000  # records that one listing of a tenant reads
 
@@ -131,7 +131,7 @@ def _listing(model: str, index: str, limit: int, tenant: str | None) -> Call[lis
 
             def choose(values: list[Any]) -> Call[list[RecordView]]:
                 views = [view for view in map(_parse, values) if view is not None and tenant in (None, view.tenant)]
-                everything = found | {view.id: view for view in views}  # what came meanwhile moved some to this page
+                everything = found | {view.id: view for view in views}  # new records moved some of the last page to this one
                 done = len(everything) >= limit or start + PAGE >= most
                 return _with_progress(model, list(everything.values())[:limit]) if done else page(start + PAGE, everything)
 

@@ -90,7 +90,7 @@ async def _ended_record(
     """
     while True:
         pause = min(LOOK_SECONDS, deadline - clock())
-        if reply.done():  # and the request goes on: the abort was read before it, and wins when it comes
+        if reply.done():  # but the request has not ended: the engine read the abort first, and ends the request when it comes
             await asyncio.sleep(pause)
         else:
             await asyncio.wait({reply}, timeout=pause)

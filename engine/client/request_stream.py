@@ -64,8 +64,8 @@ class RequestStream:
         self.handle = request.handle
         self.model = model
         self.enqueued = False  # Redis has said so: the request's record exists
-        self.last_heard = 0.0  # the client's clock; when a token last came for this request, or it was asked after
-        self.probe_interval = FIRST_PROBE_SECONDS  # of silence, after which it is asked after
+        self.last_heard = 0.0  # the client's clock: when a token last came, or the client asked for output
+        self.probe_interval = FIRST_PROBE_SECONDS  # seconds of silence after which the client asks for output
         self._choices = [_Choice(index) for index in range(request.sampling.n)]
         self._num_open = len(self._choices)
         self._prompt_position = 1  # next prompt position whose logprobs are wanted

@@ -94,7 +94,7 @@ class Heartbeat:
             told = self._bus.run(leases.beat(self.info.model, self.info.slot, self.info.incarnation, self.info))
             self._clock.heard(told, asked_at, time.monotonic())
         except BusUnavailable as error:
-            logger.warning("no heartbeat: %s", error)
+            logger.warning("the heartbeat cannot be sent: %s", error)
 
     def _makes_progress(self) -> bool:
         started = self._core.step_started

@@ -30,8 +30,8 @@ class HeldRequest:
     choices: list[Request]
     prompt_logprobs: list[OutputPromptLogprobs] = field(default_factory=list)
     logprobs: list[list[OutputLogprobs]] = field(init=False)  # by choice, in order of output; empty when not asked for
-    open_choices: set[int] = field(init=False)  # whose end was not noted yet
-    promises: list[Abort] = field(default_factory=list)  # to be answered when what they name has ended
+    open_choices: set[int] = field(init=False)  # choices that have not ended
+    promises: list[Abort] = field(default_factory=list)  # aborts to confirm when the choices that they name have ended
 
     def __post_init__(self) -> None:
         self.logprobs = [[] for _ in self.choices]

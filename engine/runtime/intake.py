@@ -114,7 +114,7 @@ class Intake:
         try:
             entries = self._bus.run(call)
         except BusUnavailable as error:
-            logger.warning("no requests are taken: %s", error)
+            logger.warning("no requests can be taken from Redis: %s", error)
             self._unanswered = call
             return False
         self._unanswered = None
@@ -155,7 +155,7 @@ class Intake:
                 self._bus.run(call)
                 return
             except BusUnavailable as error:
-                logger.warning("an entry waits for its rejection: %s", error)
+                logger.warning("the rejection of an entry waits for Redis: %s", error)
 
     def _take_commands(self) -> None:
         last_id = "0"
@@ -175,6 +175,6 @@ class Intake:
                             self._bell.set()
             except BusUnavailable as error:
                 if not is_away:  # told once, not at every try
-                    logger.warning("no commands are read: %s", error)
+                    logger.warning("no commands can be read from Redis: %s", error)
                 is_away = True
                 self._stopped.wait(0.1)

@@ -41,7 +41,7 @@ class StepEvents:
     started: list[HeldRequest] = field(default_factory=list)  # first token sampled
     ended_choices: list[tuple[HeldRequest, Request]] = field(default_factory=list)
     ended: list[HeldRequest] = field(default_factory=list)  # every choice has ended
-    replays: list[tuple[str, EngineCoreOutputs]] = field(default_factory=list)  # client, what it lacked
+    replays: list[tuple[str, EngineCoreOutputs]] = field(default_factory=list)  # client, the output that it lacked
     replies: list[tuple[str, ControlReply]] = field(default_factory=list)  # client, answer
 
     def __bool__(self) -> bool:
@@ -117,7 +117,7 @@ class Publisher:
             except BusUnavailable as error:
                 if self._is_closed:
                     return
-                logger.warning("output waits: %s", error)
+                logger.warning("output waits for Redis: %s", error)
                 time.sleep(delay)  # Redis gives no sign of its return
                 delay = min(2 * delay, 1.0)
 

@@ -121,7 +121,7 @@ class SharedWeights:
             self._unlock()
             return
         self._index, self._is_new = {}, True
-        self._draft.unlink(missing_ok=True)  # of who died in the middle
+        self._draft.unlink(missing_ok=True)  # of a process that died while it packed
         self._data = self._draft.open("w+b")
 
     def _open_whole(self) -> dict[str, dict[str, Any]] | None:

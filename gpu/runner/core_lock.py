@@ -4,7 +4,7 @@ Two engines on two cores each compute in one thread while both are busy, as four
 engine that is alone with a prompt, or with one stream, has both. Each core is a byte of a file, locked by the engine that uses it;
 the kernel releases the locks of the dead.
 
-An engine keeps one core from step to step, so that nobody takes it in the moment between, until no step comes for a while. A step
+An engine keeps one core from step to step, so that no other engine takes it in between, until no step comes for a while. A step
 that finds no core free runs nevertheless, in one thread, and its engine says by another byte that it has none: then those that have
 two use one from their next step on.
 """
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 SHARED_FILE = Path("/dev/full")
 FIRST_BYTE = 0x68656164 << 16  # far from bytes that others may lock there
 FIRST_SPARE = 1 << 15  # the number of the first of those that are no core
-MOST_WISHES = 256  # engines that can say that they have no core: the bytes before -1, which is nobody's
+MOST_WISHES = 256  # engines that can say that they have no core: the bytes before -1, which stands for no engine
 _FLOCK = struct.Struct("@hhqqi4x")  # type, whence, start, length, pid
 
 
@@ -62,7 +62,7 @@ class Cores:
 
     @contextmanager
     def claim(self, most: int) -> Iterator[int]:
-        """For a step: up to `most` cores that nobody else holds. Yields how many threads to use: their number, 1 at least.
+        """For a step: up to `most` cores that no other engine holds. Yields how many threads to use: their number, 1 at least.
 
         One of them is kept until `rest`, or until a step fails.
         """
