@@ -45,7 +45,7 @@ class Service:
         self.redis_config = redis_config
         self.keys = KeyRing(config.api_key)
         self.metrics = Metrics(config.metrics_prefix)
-        self.metrics.engines = lambda: self._client.engines() if self._client is not None else []
+        self.metrics.engines = lambda: self._client.directory.engines if self._client is not None else []
         self.metrics.queues = lambda: self._client.directory.queues if self._client is not None else {}
         self.pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="text")
         self.models = ServedModels(config, self.pool)

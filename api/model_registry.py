@@ -49,7 +49,7 @@ class ServedModels:
         """The names clients use, each with its live model: models in order of their canonical names, a model's names as they were
         given. A model's canonical name is no alias where it has others."""
         named: dict[str, ModelHandle] = {}
-        for handle in client.models().values():
+        for handle in client.directory.models.values():
             for engine in handle.engines:
                 for name in engine.served_names or [handle.name]:
                     named.setdefault(name, handle)

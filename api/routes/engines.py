@@ -24,7 +24,7 @@ async def reset_prefix_cache(
     service = service_of(request)
     if not principal_of(request).admin:
         raise Forbidden("This needs an admin key.")
-    engines = service.client.engines()
+    engines = service.client.directory.engines
     if model is not None:
         handle = service.models.names(service.client).get(model)
         if handle is None:

@@ -148,10 +148,6 @@ class AsyncClient:
 
     # Looking
 
-    def models(self) -> dict[str, ModelHandle]:
-        """Served name -> model with at least one live engine."""
-        return self.directory.models
-
     async def tokenizer_bundle(self, model: ModelHandle) -> TokenizerBundle:
         """The model's tokenizer and chat template, out of Redis. Raises LookupError, BusUnavailable."""
         bundle = await self._bus.run(get_tokenizer(model.name, model.tokenizer))
@@ -161,9 +157,6 @@ class AsyncClient:
 
     async def record(self, model: str, request_id: str) -> RecordView | None:
         return await self._bus.run(records.record(model, request_id))
-
-    def engines(self) -> list[EngineInfo]:
-        return self.directory.engines
 
     # Housekeeping
 

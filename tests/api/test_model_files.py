@@ -64,7 +64,7 @@ async def http(engines: None, redis_url: str) -> AsyncIterator[httpx.AsyncClient
         await app({**scope, "extensions": {EXTENSION: writer}}, receive, send)
 
     async with httpx.AsyncClient(transport=httpx.ASGITransport(connected), base_url="http://test") as client:
-        await wait_for_async(lambda: len(service.client.models()) == len(BROKEN_TEMPLATES) + 2, "the sight of all engines")
+        await wait_for_async(lambda: len(service.client.directory.models) == len(BROKEN_TEMPLATES) + 2, "the sight of all engines")
         await service.models.prepare(service.client)
         yield client
     await service.close()

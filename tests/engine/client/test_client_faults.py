@@ -42,8 +42,8 @@ async def test_an_unreadable_announcement_hides_its_engine_only(redis_url: str, 
             wire.sadd(keys.slots(model), "7")
             wire.set(keys.slot_info(model, "7"), b"\xc1")
     await client.directory.refresh()
-    assert [info.slot for info in client.models()[MODEL].engines] == [engine.info.slot]
-    assert "odd" not in client.models()
+    assert [info.slot for info in client.directory.models[MODEL].engines] == [engine.info.slot]
+    assert "odd" not in client.directory.models
 
 
 async def test_an_unreadable_record_ends_its_stream_with_an_error(

@@ -80,7 +80,7 @@ async def test_a_sleeping_engine_holds_no_request_back(start_engine: Callable[..
     start_engine(), start_engine()
     await run(client, 2, max_tokens=2)
     await client.directory.refresh()
-    sleeper = client.engines()[1]
+    sleeper = client.directory.engines[1]
     assert (await client.utility(sleeper, "sleep")).ok
     async with asyncio.timeout(20):
         assert (await run(client, 16))["0"] >= 15, "a look that had begun may have taken one"

@@ -582,7 +582,7 @@ async def test_requests_in_the_inbox_end_with_their_engine(
 
 async def test_utility_calls(engine: RunningEngine, client: AsyncClient) -> None:
     await client.directory.refresh()
-    (info,) = client.engines()
+    (info,) = client.directory.engines
     assert (await client.utility(info, "reset_prefix_cache")).value is True
     assert (await client.utility(info, "no_such_call")).error == "There is no utility call 'no_such_call'."
     assert (await client.utility(info, "start_profile")).ok
