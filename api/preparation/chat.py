@@ -39,6 +39,8 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, rules: Request
         body, model.tokenizer, model.limits, rules.limits, config, max_tokens, logprobs, body.prompt_logprobs
     )
     rules.limits.check_logprobs(sampling, len(prompt.token_ids), max_tokens * sampling.n, model.limits.vocab_size)
+    if body.echo:
+        rules.limits.check_shown_prompts(len(prompt.token_ids), sampling.n)
     role = ROLE if body.add_generation_prompt else body.messages[-1].role
     return Task(
         endpoint="/v1/chat/completions",

@@ -74,9 +74,10 @@ def _sampling(body: CompletionRequest, model: ServedModel, limits: RequestLimits
     budgets = [budget.resolve(len(prompt.token_ids), model.limits, default_max_tokens(config)) for prompt in prompts]
     params = make_sampling_params(body, model.tokenizer, model.limits, limits, config, min(budgets), body.logprobs, prompt_logprobs)
     _check_repetition(params, len(prompts), limits)
-    times_shown = params.n if body.echo else 1
-    num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts) * times_shown
-    limits.check_logprobs(params, num_prompt_tokens, sum(budgets) * params.n, model.limits.vocab_size)
+    num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    limits.check_logprobs(params, num_prompt_tokens * params.n, sum(budgets) * params.n, model.limits.vocab_size)
+    if body.echo or body.return_token_ids:
+        limits.check_shown_prompts(num_prompt_tokens, params.n)
     return [structs.replace(params, max_tokens=max_tokens, seed=resolve_seed(body.seed)) for max_tokens in budgets]
 
 

@@ -23,6 +23,7 @@ class RequestLimits:
     # No settings: more is a mistake, or worse.
     max_stop_characters: int = 16384
     max_repeated_entries: int = 2**19  # of lists and maps, which go to the engine once a prompt
+    max_repeated_tokens: int = 2**22  # of prompts, which the answer shows again in each choice
 
     @classmethod
     def of(cls, config: ApiConfig) -> RequestLimits:
@@ -40,6 +41,15 @@ class RequestLimits:
             choices = f"{num_prompts} prompt(s) with n={n} make {num_prompts * n} choices"
             message = f"{choices}; this server answers at most {self.max_choices} in one request (--max-choices)."
             raise BadRequest(message, param="n")
+
+    def check_shown_prompts(self, num_prompt_tokens: int, n: int) -> None:
+        """`num_prompt_tokens`: of all prompts that each of their `n` choices shows, as text or as ids. Raises BadRequest."""
+        if num_prompt_tokens * n > self.max_repeated_tokens:
+            raise BadRequest(
+                f"{num_prompt_tokens:,} prompt tokens in each of n={n} choices are more than {self.max_repeated_tokens:,}. Please "
+                "set a smaller n, or ask for neither echo nor return_token_ids.",
+                param="n",
+            )
 
     def check_logprobs(self, sampling: SamplingParams, num_prompt_tokens: int, num_output_tokens: int, vocab_size: int) -> None:
         """Tokens whose logprobs the answer shows, of all prompts and of all choices. Raises BadRequest."""

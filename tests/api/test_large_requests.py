@@ -55,6 +55,30 @@ def watch(null_server: LiveServer) -> Iterator[LoopWatch]:
             id="too many logprobs",
         ),
         pytest.param(
+            TEXT,
+            {"prompt": [[500] * 1000] * 3, "max_tokens": 1, "prompt_logprobs": 20, "n": 80},
+            *(1, 400, "too many logprobs: 5,040,000 of 240,000 prompt tokens"),
+            id="too many logprobs of prompts",
+        ),
+        *(
+            pytest.param(
+                TEXT,
+                {"prompt": [500] * 2000, "max_tokens": 1, "n": 4096, field: True},
+                1,
+                400,
+                "2,000 prompt tokens in each of",
+                id=field,
+            )
+            for field in ("echo", "return_token_ids")
+        ),
+        pytest.param(
+            CHAT,
+            {"messages": [{"role": "assistant", "content": "a " * 1500}], "n": 4000, "max_tokens": 1, "echo": True}
+            | {"continue_final_message": True, "add_generation_prompt": False},
+            *(1, 400, "prompt tokens in each of n=4000"),
+            id="echo of a chat",
+        ),
+        pytest.param(
             CHAT,
             {"messages": [HELLO], "n": 128, "logprobs": True, "top_logprobs": 20},
             *(1, 400, "0 of 31 prompt tokens and 5,421,696 of up to"),

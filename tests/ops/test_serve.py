@@ -20,6 +20,7 @@ from engine.bus import leases
 from engine.bus.connection import Bus
 from gpu.machine import available_cores, available_memory
 from ops.embedded import redis_url as running_redis
+from tests.gpu.checkpoint.gguf_files import write_gguf
 from tests.ops.serving import Serving, left, serving, shared_memory
 from tests.waiting import wait_for
 
@@ -324,6 +325,16 @@ def test_a_broken_model_file_ends_the_start_at_once(smollm2_gguf: Path, tmp_path
         assert server.lines[-1].startswith("headrace: ") and "wrong.gguf: llama.attention.head_count is 0" in server.lines[-1]
         assert "Traceback" not in server.log
         assert "restarting it" not in server.log and "starting one" not in server.log
+
+
+def test_a_missing_part_of_a_split_model_ends_the_start_at_once(tmp_path: Path) -> None:
+    first = write_gguf(tmp_path / "tiny.gguf", tensors_a_part=8)
+    (tmp_path / "tiny-00002-of-00003.gguf").unlink()
+    with serving(str(first), data_dir=tmp_path / "data", ready=False) as server:
+        assert server.wait() == os.EX_CONFIG
+        assert server.lines[-1].startswith("headrace: ")
+        assert server.lines[-1].endswith("is the first of 3 parts of a model; tiny-00002-of-00003.gguf is missing beside it")
+        assert "Traceback" not in server.log and "restarting it" not in server.log
 
 
 def test_a_taken_port_is_one_line(tmp_path: Path) -> None:

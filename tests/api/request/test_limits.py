@@ -61,6 +61,13 @@ def test_too_many_logprobs_are_refused(
     limits.check_logprobs(SamplingParams(), num_prompt, num_output, vocab_size=100)
 
 
+def test_prompts_shown_too_often_are_refused() -> None:
+    LIMITS.check_shown_prompts(2**20, 4)
+    with pytest.raises(BadRequest, match="1,048,577 prompt tokens in each of n=4 choices are more than 4,194,304") as caught:
+        LIMITS.check_shown_prompts(2**20 + 1, 4)
+    assert caught.value.param == "n"
+
+
 def test_too_many_words_are_refused() -> None:
     with pytest.raises(BadRequest, match="stop must contain at most 2 strings, got 3"):
         LIMITS.check_stop_strings(["a"] * 3)
