@@ -79,9 +79,17 @@ class KVCacheManager:
         self.pool.free(request.block_ids)
         request.block_ids = []
 
-    def announce(self, request: Request, first: int, last: int, step: int) -> None:
-        """The full blocks `first`..`last` (exclusive) of a prompt are written by `step`."""
-        if not self.enable_prefix_caching:
+    def exhausted(self, num_blocks: int) -> str:
+        """The error of a request that needs so many blocks, which are more than there are."""
+        return (
+            f"KV cache exhausted: the request alone needs {num_blocks} blocks of {self.block_size} tokens, "
+            f"the cache has {self.pool.num_usable}"
+        )
+
+    def announce(self, request: Request, num_computed: int, num_tokens: int, step: int) -> None:
+        """The full blocks of a prompt that `num_tokens` from position `num_computed` on complete are written by `step`."""
+        first, last = num_computed // self.block_size, (num_computed + num_tokens) // self.block_size
+        if last == first or not self.enable_prefix_caching:
             return
         announced = self._announced_in.setdefault(step, [])
         for digest, block in zip(self._hashes(request, last)[first:], request.block_ids[first:last], strict=True):

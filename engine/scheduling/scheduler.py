@@ -7,7 +7,6 @@ first, then waiting ones, under one token budget. Plain synchronous code without
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -18,9 +17,10 @@ import numpy as np
 
 from engine.config import SchedulerConfig
 from engine.protocol import INVALID_REQUEST, EngineStats, FinishReason
+from engine.scheduling.block_growth import BlockGrowth
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.live_requests import LiveRequests
-from engine.scheduling.prompt_shares import MOST_PROMPTS, PromptPart, share
+from engine.scheduling.prompt_shares import PromptShares, clip
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.row_table import Counts, Rows, RowTable
 from engine.scheduling.stats import SchedulerStatistics
@@ -77,6 +77,8 @@ class Scheduler:
         self.rows = RowTable(config.max_num_seqs, block_size)
         self.waiting = WaitingQueue(config.scheduling_policy)
         self.live = LiveRequests(config.scheduling_policy, max_model_len, self.rows, self.waiting, self.kv)
+        self._shares = PromptShares(config.scheduling_policy, self.rows, self.waiting, self.kv)
+        self._growth = BlockGrowth(self.rows, self.kv, self.live, config.shrink_chunks)
         self.statistics = SchedulerStatistics()
         self.blocked: BlockedAdmission | None = None
         self._short_of_blocks = False  # the last plan left requests waiting for blocks; read by another thread
@@ -134,146 +136,28 @@ class Scheduler:
         room = Room(self.max_num_batched_tokens, self._pace.affordable, self._cost, self._cost.per_step)
         return StepDraft(self._step, now, room, replace(room))
 
-    def _commit(self, draft: StepDraft, rows: Rows, num_tokens: Counts) -> SchedulerOutput:
-        table = self.rows
-        total = self.max_num_batched_tokens - draft.room.tokens
-        freed_rows: list[int] = []
-        if total:
-            computed = table.num_computed[rows] + num_tokens
-            table.num_computed[rows] = computed
-            sampling_rows = rows[computed == table.num_tokens[rows]]
-            table.num_tokens[sampling_rows] += 1
-            table.last_step[rows] = draft.step
-            self._steps_out.append(PlannedStep(draft.step, rows, num_tokens, sampling_rows, draft.room.seconds))
-            freed_rows = self.live.take_freed_rows()
-        self.statistics.step_planned(total)
-        return draft.plan(rows, num_tokens, total, freed_rows)
-
-    def _chunk_cap(self) -> int:
-        """Most tokens of one request in a step: a long prompt that is alone may have the whole budget."""
-        threshold = self.config.long_prefill_token_threshold
-        return threshold if 0 < threshold and len(self.live) > 1 else self.max_num_batched_tokens
-
     def _schedule_running(self, draft: StepDraft) -> tuple[Rows, Counts]:
         table = self.rows
         rows = table.running.copy()
         known = table.num_tokens[rows]
         computed = table.num_computed[rows]
-        num_tokens = np.minimum(known - computed, self._chunk_cap())
+        most = self._chunk_cap()
+        num_tokens = np.minimum(known - computed, most)
         if self._steps_out:  # the last token of a request may be on its way: nothing is left to compute
             num_tokens[known >= table.max_tokens[rows]] = 0
         if (num_tokens > 1).any() or (len(self.waiting) and table.num_free):
-            num_tokens = self._share_with_prompts(draft, rows, num_tokens, computed)
+            num_tokens = self._shares.divide(draft, rows, num_tokens, computed, most)
         elif int(num_tokens.sum()) > draft.room.tokens:
-            num_tokens = _clip(num_tokens, draft.room.tokens)
-        growing = (computed + num_tokens > table.capacity[rows]).nonzero()[0]
-        if growing.size:
-            num_kept = self._grow(draft, rows, num_tokens, growing)
-            rows, num_tokens = rows[:num_kept], num_tokens[:num_kept]
-        if rows.size and num_tokens.min() == 0:
-            rows, num_tokens = rows[num_tokens > 0], num_tokens[num_tokens > 0]
-        draft.room.take_all(num_tokens, table.num_computed[rows])
+            num_tokens = clip(num_tokens, draft.room.tokens)
+        num_kept = self._growth.grow(draft, rows, computed, num_tokens)
+        if num_kept < len(rows) or (num_kept and num_tokens.min() == 0):
+            self.statistics.counters.preemptions += draft.num_preempted
+            kept = num_tokens[:num_kept].nonzero()[0]
+            rows, computed, num_tokens = rows[kept], computed[kept], num_tokens[kept]
+        draft.room.take_all(num_tokens, computed)
         for index in (num_tokens > 1).nonzero()[0].tolist():
-            row = int(rows[index])
-            self._announce(table.request(row), int(table.num_computed[row]), int(num_tokens[index]), draft.step)
+            self.kv.announce(table.request(int(rows[index])), int(computed[index]), int(num_tokens[index]), draft.step)
         return rows, num_tokens
-
-    def _share_with_prompts(self, draft: StepDraft, rows: Rows, wanted: Counts, computed: Counts) -> Counts:
-        """Tokens of each running request: all that are wanted where they fit, with those of the first that wait; else decodes have
-        theirs, and prompts share the rest. Those of waiting prompts are noted in the draft."""
-        room, is_prompt = draft.spare, wanted > 1
-        num_tokens = np.where(is_prompt, 0, wanted)
-        if int(num_tokens.sum()) >= room.tokens:  # decodes alone fill the step: all in order, so that no prompt starves
-            num_tokens = _clip(wanted, room.tokens)
-            room.take_all(num_tokens, computed)
-            return num_tokens
-        room.take_all(num_tokens, computed)
-        cap, by_priority = self._chunk_cap(), self.config.scheduling_policy == "priority"
-        parts: list[PromptPart] = []
-        for index in is_prompt.nonzero()[0].tolist():
-            rank = self.rows.request(int(rows[index])).priority if by_priority else 0
-            left = int(self.rows.num_tokens[rows[index]] - computed[index])
-            parts.append(PromptPart(left, int(computed[index]), cap, rank))
-        num_running = len(parts)
-        waiting = self._next_admissible(MOST_PROMPTS - num_running)
-        for request in waiting:
-            cached = len(self.kv.find_hit(request).block_ids) * self.block_size
-            parts.append(PromptPart(request.num_tokens - cached, cached, cap, request.priority if by_priority else 0, waits=True))
-        if share(parts, room, self.block_size):
-            draft.parts = {one: part.tokens for one, part in zip(waiting, parts[num_running:], strict=True) if part.tokens}
-        num_tokens[is_prompt] = [part.tokens for part in parts[:num_running]]
-        return num_tokens
-
-    def _next_admissible(self, count: int) -> list[Request]:
-        """The first that wait, as far as there are rows for them and none waits for its own last step to return."""
-        first = self.waiting.first(min(count, self.rows.num_free))
-        return list(itertools.takewhile(lambda request: request.row < 0, first))
-
-    def _announce(self, request: Request, num_computed: int, num_tokens: int, step: int) -> None:
-        first, last = num_computed // self.block_size, (num_computed + num_tokens) // self.block_size
-        if last > first:
-            self.kv.announce(request, first, last, step)
-
-    def _grow(self, draft: StepDraft, rows: Rows, num_tokens: Counts, growing: Rows) -> int:
-        """Blocks for the rows at the indices `growing`; returns how many of `rows` go on running. Lowers `num_tokens` of a row
-        that must wait."""
-        table = self.rows
-        grown = rows[growing]
-        missing = -(-(table.num_computed[grown] + num_tokens[growing] - table.capacity[grown]) // self.block_size)
-        if missing.sum() > self.kv.pool.num_free:
-            return self._grow_by_preemption(draft, rows, num_tokens, growing)
-        blocks = self.kv.grow_all([table.request(row) for row in grown.tolist()], missing.tolist())
-        draft.grow(grown.repeat(missing).tolist(), blocks)
-        table.capacity[grown] += missing * self.block_size
-        return len(rows)
-
-    def _grow_by_preemption(self, draft: StepDraft, rows: Rows, num_tokens: Counts, growing: Rows) -> int:
-        """As `_grow`, where blocks are short. Rows stand in the policy's order, so that the victim is always the last one: the
-        least urgent, and one whose tokens this step has not planned yet."""
-        table, pool = self.rows, self.kv.pool
-        num_kept = len(rows)
-        promised = 0  # blocks that a step that is out will free, and that an earlier row waits for
-        for index in growing.tolist():
-            row = int(rows[index])
-            while index < num_kept:
-                missing = self.kv.num_blocks_for(int(table.num_computed[row] + num_tokens[index] - table.capacity[row]))
-                fitting = int(table.capacity[row] - table.num_computed[row]) + pool.num_free * self.block_size
-                if missing <= pool.num_free:
-                    draft.grow([row] * missing, self.kv.grow_all([table.request(row)], [missing]))
-                    table.capacity[row] += missing * self.block_size
-                    break
-                if self.config.shrink_chunks and fitting > 0:
-                    num_tokens[index] = fitting
-                elif self._soon_free(row, missing + promised, alone=num_kept == 1):
-                    promised += missing
-                    num_tokens[index] = 0
-                    break
-                elif num_kept == 1:
-                    error = self._exhausted(len(table.request(row).block_ids) + missing)
-                    self.live.end(table.request(row), FinishReason.ERROR, draft.now, error=error)
-                    num_kept = 0
-                else:
-                    num_kept -= 1
-                    self._preempt(table.request(int(rows[num_kept])))
-                    draft.num_preempted += 1
-        return num_kept
-
-    def _soon_free(self, row: int, num_blocks: int, alone: bool) -> bool:
-        """A step that is out will free the blocks that a row lacks, so that no request need be preempted. A row that is alone
-        waits for anything that may still come, its own last token included."""
-        if alone:
-            return self.live.any_deferred or self.live.is_out(row)
-        return self.live.any_deferred and num_blocks <= self.kv.pool.num_free + self.live.num_deferred_blocks()
-
-    def _preempt(self, request: Request) -> None:
-        self.statistics.counters.preemptions += 1
-        self.live.preempt(request)
-
-    def _exhausted(self, num_blocks: int) -> str:
-        return (
-            f"KV cache exhausted: the request alone needs {num_blocks} blocks of {self.block_size} tokens, "
-            f"the cache has {self.kv.pool.num_usable}"
-        )
 
     def _schedule_waiting(self, draft: StepDraft) -> None:
         """Admit from the head of the queue, in order, until budget, rows or blocks are used up: a head that lacks blocks is never
@@ -293,7 +177,7 @@ class Scheduler:
         pool = self.kv.pool
         longest = self.kv.num_blocks_for(request.num_tokens)
         if longest > pool.num_usable:
-            self.live.end(request, FinishReason.ERROR, draft.now, error=self._exhausted(longest))
+            self.live.end(request, FinishReason.ERROR, draft.now, error=self.kv.exhausted(longest))
             return True
         hit = self.kv.find_hit(request)
         num_computed = len(hit.block_ids) * self.block_size
@@ -311,7 +195,7 @@ class Scheduler:
         if request.status is RequestStatus.WAITING:
             self._note_first_admission(request, num_computed, draft.now)
         self.live.start(request, hit, num_blocks)
-        self._announce(request, num_computed, num_tokens, draft.step)
+        self.kv.announce(request, num_computed, num_tokens, draft.step)
         draft.admit(request, num_computed, num_tokens)
         return True
 
@@ -322,6 +206,26 @@ class Scheduler:
         if self.kv.reads_cache(request):
             self.statistics.counters.prefix_cache_queries += request.num_tokens
             self.statistics.counters.prefix_cache_hits += num_cached
+
+    def _chunk_cap(self) -> int:
+        """Most tokens of one request in a step: a long prompt that is alone may have the whole budget."""
+        threshold = self.config.long_prefill_token_threshold
+        return threshold if 0 < threshold and len(self.live) > 1 else self.max_num_batched_tokens
+
+    def _commit(self, draft: StepDraft, rows: Rows, num_tokens: Counts) -> SchedulerOutput:
+        table = self.rows
+        total = self.max_num_batched_tokens - draft.room.tokens
+        freed_rows: list[int] = []
+        if total:
+            computed = table.num_computed[rows] + num_tokens
+            table.num_computed[rows] = computed
+            sampling_rows = rows[computed == table.num_tokens[rows]]
+            table.num_tokens[sampling_rows] += 1
+            table.last_step[rows] = draft.step
+            self._steps_out.append(PlannedStep(draft.step, rows, num_tokens, sampling_rows, draft.room.seconds))
+            freed_rows = self.live.take_freed_rows()
+        self.statistics.step_planned(total)
+        return draft.plan(rows, num_tokens, total, freed_rows)
 
     # ------------------------------------------------------------------ take a step's outputs in
 
@@ -399,7 +303,8 @@ class Scheduler:
                 spoiled.update(table.unwritten_blocks(sharer.row))
                 self.live.drop_output(sharer)
                 if sharer.status is RequestStatus.RUNNING:  # else only what it writes is left to be kept from others
-                    self._preempt(sharer)
+                    self.statistics.counters.preemptions += 1
+                    self.live.preempt(sharer)
 
     def _publish(self, rows: Rows) -> None:
         """Store the tokens and publish the blocks of rows that completed a block."""
@@ -503,8 +408,3 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError when blocks, rows or counts do not add up. For idle times and tests."""
         self.live.check_integrity()
-
-
-def _clip(num_tokens: Counts, budget: int) -> Counts:
-    """The first of them, as far as the budget goes."""
-    return np.clip(budget - (num_tokens.cumsum() - num_tokens), 0, num_tokens)
