@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import celery.apps.worker
+import celery.beat
+import kombu.transport.redis
 import prometheus_client
 import pytest
 import redis.asyncio.connection
@@ -22,11 +24,20 @@ from uvicorn.server import Server
 # class -> methods and attributes of its instances, and where they are used
 RELIED_ON: dict[type, set[str]] = {
     # engine/bus/pipeline.py takes the socket of a connection that redis-py has opened
-    redis.asyncio.connection.AbstractConnection: {"_writer", "_close", "connect", "disconnect", "read_response", "send_command"},
-    # engine/bus/connection.py: subscriptions
-    redis.connection.AbstractConnection: {"can_read", "connect", "disconnect", "read_response", "send_command"},
+    redis.asyncio.connection.AbstractConnection: {
+        "_writer", "_close", "connect", "disconnect", "driver_info", "on_connect", "read_response", "redis_connect_func",
+        "send_command",
+    },
+    # engine/bus/connection.py: subscriptions; engine/bus/handshake.py, for asyncio too; ops/broker.py
+    redis.connection.AbstractConnection: {
+        "can_read", "connect", "disconnect", "driver_info", "on_connect", "read_response", "redis_connect_func", "send_command",
+    },
     redis.connection.ConnectionPool: {"make_connection"},
     redis.asyncio.connection.ConnectionPool: {"make_connection"},
+    # ops/broker.py
+    kombu.transport.redis.Channel: {"_connparams", "client", "close"},
+    # ops/beat.py
+    celery.beat.Scheduler: {"apply_async", "apply_entry"},
     # api/http/protocol.py
     HttpToolsProtocol: {
         "_unset_keepalive_if_required", "cycle", "data_received", "flow", "headers", "loop", "on_body", "on_headers_complete",
@@ -42,7 +53,7 @@ RELIED_ON: dict[type, set[str]] = {
     # api/metrics/buffered.py
     prometheus_client.Histogram: {"_buckets", "_sum"},
 }  # fmt: skip
-LIBRARIES = ("celery", "prometheus-client", "redis", "uvicorn")
+LIBRARIES = ("celery", "kombu", "prometheus-client", "redis", "uvicorn")
 
 
 def names_of(kind: type) -> set[str]:
@@ -64,6 +75,7 @@ def test_attributes_that_headrace_relies_on_exist(kind: type) -> None:
 def test_module_names_that_headrace_relies_on_exist() -> None:
     assert STATUS_LINE[200].startswith(b"HTTP/1.1 200 ")
     assert callable(celery.apps.worker.safe_say)  # ops/roles.py puts a logger in its place
+    assert {"redis", "rediss"} <= set(kombu.transport.TRANSPORT_ALIASES)  # ops/broker.py names its own transport there
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
