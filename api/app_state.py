@@ -34,6 +34,7 @@ logger = logging.getLogger("headrace.api")
 RETRY_SECONDS = 1.0
 MAX_READERS = 2  # processes for large bodies
 LOOK_SECONDS = 0.5  # that a scrape waits for Redis
+SEEK_SECONDS = 0.1  # between two such looks of probes, of which there may be many
 SETTLE_SECONDS = 0.5  # that another process's view of this one's metrics may be behind
 
 
@@ -64,6 +65,7 @@ class Service:
         self._first_trouble = Trouble.AWAY  # until there is a client
         self._background: asyncio.Task[None] | None = None
         self._settling: asyncio.TimerHandle | None = None
+        self._next_seek = 0.0  # event loop's time
 
     async def start(self) -> None:
         """Begin to connect; returns once connected, or at the first failure, after which it goes on trying behind."""
@@ -125,6 +127,13 @@ class Service:
             with suppress(BusUnavailable, TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
                     await self._client.directory.refresh()
+
+    async def seek_engines(self) -> None:
+        """One may just have come, if none is known: Redis is asked, without waiting for the next round of housekeeping."""
+        now = asyncio.get_running_loop().time()
+        if self._client is not None and not self._client.directory.engines and now >= self._next_seek:
+            self._next_seek = now + SEEK_SECONDS
+            await self.look()
 
     async def prepare(self, request: Request, work: Callable[[B, ServedModel, RequestRules], R], body: B, model: ServedModel) -> R:
         """`work` on a body off the event loop: on a thread, or in the reader process that holds it because it is large."""

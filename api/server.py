@@ -68,7 +68,6 @@ def _raise_file_limit() -> None:
 def _spare_the_collector() -> None:
     """Objects of the start stay, so that no collection need walk them again. Streams leave no cycles, so that a step of hundreds of
     streams must not start a collection."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER, 20, 20)
 

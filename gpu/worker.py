@@ -214,6 +214,7 @@ class Worker:
         logging.getLogger().setLevel(command.log_level)
         times = [time.perf_counter()]
         runner = make_runner(command.config, self.rank, command.init_method)
+        gc.freeze()  # what was imported, hundreds of thousands of objects, lives as long as the process
         times.append(time.perf_counter())
         runner.load(lambda fraction: self.report(Progress(fraction)))
         times.append(time.perf_counter())
@@ -222,7 +223,7 @@ class Worker:
         phases = [after - before for before, after in pairwise(times)]
         logger.info("rank %d is loaded: %.1f s imports, %.1f s weights, %.1f s profile", self.rank, *phases)
         gc.collect()
-        gc.freeze()  # what loading made lives as long as the process: no collection need look at it again
+        gc.freeze()  # what loading made lives as long, too: no collection need look at it again
         self.report(Loaded(capacity))
         return runner
 

@@ -22,7 +22,7 @@ async def ready(request: Request) -> Response:
     service = service_of(request)
     if service.draining:
         raise ServiceUnavailable("The server is shutting down.")
-    _check(service)
+    await check(service)
     if refusal := service.client.directory.refusal:
         raise ServiceUnavailable(refusal)
     return Response(status_code=200)
@@ -30,7 +30,7 @@ async def ready(request: Request) -> Response:
 
 @router.get("/health", summary="Every model has a live engine")
 async def health(request: Request) -> Response:
-    _check(service_of(request))
+    await check(service_of(request))
     return Response(status_code=200)
 
 
@@ -50,8 +50,9 @@ async def version() -> dict[str, str]:
     return {"version": VERSION}
 
 
-def _check(service: Service) -> None:
+async def check(service: Service) -> None:
     """Raises ServiceUnavailable with the reason. Life of an engine is its heartbeat, which its loop sends only while it gets on."""
+    await service.seek_engines()
     if (trouble := service.redis_trouble) is not None:
         raise RedisTrouble(trouble)
     if missing := service.models.missing(service.client):

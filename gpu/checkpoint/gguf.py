@@ -25,6 +25,7 @@ ValueT = TypeVar("ValueT")
 
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")  # of a string
 # metadata value type -> struct format
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 # Bounds of a header, several times what the largest models have. More is a damaged file, which must not fill the memory.
@@ -188,11 +189,20 @@ class _Cursor:
         return count
 
     def string(self) -> str:
-        start = self.position + 8
-        self.position = start + self.scalar("Q")
-        if self.position > self.end:
-            raise EOFError
-        return self.content[start : self.position].decode("utf-8", "replace")
+        return self._strings(1)[0]
+
+    def _strings(self, count: int) -> list[str]:
+        """One after the other. A vocabulary has a hundred thousand, which every start reads: hence no call for each of them."""
+        content, end, position, length_at = self.content, self.end, self.position, _LENGTH.unpack_from
+        found = []
+        for _ in range(count):
+            start = position + _LENGTH.size
+            position = start + length_at(content, position)[0]
+            if position > end:
+                raise EOFError
+            found.append(content[start:position].decode("utf-8", "replace"))
+        self.position = position
+        return found
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -207,7 +217,7 @@ class _Cursor:
         count = self.count(self._items_left, "items of an array")
         self._items_left -= count
         if kind == _STRING:
-            return [self.string() for _ in range(count)]
+            return self._strings(count)
         if kind not in _SCALARS:
             raise ValueError(f"unknown type {kind} of an array's items")
         format = f"<{count}{_SCALARS[kind]}"

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
 import pytest
 
+from api.app_state import Service
+from api.errors import ServiceUnavailable
+from api.routes.health import check
 from api.text.tokenizer import TextTokenizer
 from api.version import VERSION
+from engine.bus import leases
+from engine.config import ApiConfig, RedisConfig
 from tests.api.live_server import LiveServer
+from tests.engine.bus.ledger_world import engine_info
+from tests.waiting import wait_for_async
 
 
 @pytest.mark.parametrize(
@@ -18,6 +26,30 @@ from tests.api.live_server import LiveServer
 def test_probes_answer_200_while_an_engine_lives(null_server: LiveServer, method: str, path: str) -> None:
     answer = null_server.http.request(method, path)
     assert (answer.status_code, answer.content) == (200, b"")
+
+
+async def test_an_engine_is_seen_when_it_comes(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next probe, without a round of housekeeping. Where there is none, probes do not ask Redis each time."""
+    monkeypatch.setattr("engine.client.client.HOUSEKEEPING_SECONDS", 60.0)
+    monkeypatch.setattr("api.app_state.SEEK_SECONDS", 0.2)
+    service = Service(ApiConfig(), RedisConfig(redis_url=redis_url))
+
+    async def is_healthy() -> bool:
+        with suppress(ServiceUnavailable):
+            await check(service)
+            return True
+        return False
+
+    await service.start()
+    try:
+        with pytest.raises(ServiceUnavailable, match="No live engine"):
+            await check(service)
+        await service.bus.run(leases.claim_slot("tiny", engine_info("tiny")))
+        with pytest.raises(ServiceUnavailable, match="No live engine"):
+            await check(service)
+        await wait_for_async(is_healthy, "the engine")
+    finally:
+        await service.close()
 
 
 @pytest.mark.parametrize("path", ["/health", "/live", "/ready", "/ping", "/v1/models", "/v1/models/tiny", "/metrics", "/version"])
