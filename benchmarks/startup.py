@@ -29,7 +29,7 @@ import psutil
 from benchmarks.served import QUIET, START_SECONDS, ServedError, headrace, stop_family, stop_on_sigterm
 from benchmarks.text_table import text_table
 
-LOOK_SECONDS = 0.01
+LOOK_SECONDS = 0.05  # each look takes milliseconds of a core, which the start needs
 # What a process is, by a part of its command line; the first that fits counts.
 ROLES = {
     "gpu.worker_main": "worker",
