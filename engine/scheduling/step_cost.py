@@ -9,6 +9,7 @@ LEAST_OBSERVED = 0.1  # share of the longest step; shorter ones tell more of the
 FASTEST, SLOWEST = 1 / 64, 16.0  # of real seconds over predicted ones
 MEAN_WEIGHT, DEVIATION_WEIGHT = 0.2, 0.25  # of the newest step
 FIRST_DEVIATION = 0.1  # before any step was observed
+LEAST_DEVIATION = 0.04  # of the mean: a calm machine may be disturbed in the next step
 DEVIATIONS = 4  # that a step may be slower than the mean and still end in time
 
 
@@ -61,7 +62,7 @@ class StepPace:
     @property
     def affordable(self) -> float:
         """What a step may cost, in predicted seconds."""
-        return self._max_seconds / (self.mean + DEVIATIONS * self._deviation)
+        return self._max_seconds / (self.mean + DEVIATIONS * max(self._deviation, LEAST_DEVIATION * self.mean))
 
     def observe(self, cost: float, seconds: float, num_threads: int) -> None:
         """A step returned, which was predicted to take `cost` seconds and took `seconds` with so many threads."""

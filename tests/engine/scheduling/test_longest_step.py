@@ -121,6 +121,13 @@ def test_one_step_that_hung_is_forgotten_soon() -> None:
     assert pace.affordable == pytest.approx(usual, rel=0.05)
 
 
+def test_a_calm_machine_may_be_disturbed() -> None:
+    pace = StepPace(LONGEST)
+    for _ in range(100):
+        pace.observe(pace.affordable, pace.affordable, 1)
+    assert 0.8 * LONGEST < pace.affordable and 1.15 * pace.affordable <= LONGEST
+
+
 def test_a_short_step_tells_nothing() -> None:
     pace = StepPace(LONGEST)
     before = pace.affordable
