@@ -7,25 +7,12 @@ import json
 import logging
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.config import LogConfig
 from ops.logs import configure_logging, resolve_format
-
-
-@pytest.fixture(autouse=True)
-def root_as_it_was() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    hooks = sys.unraisablehook, threading.excepthook
-    yield
-    sys.unraisablehook, threading.excepthook = hooks
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def log_one(monkeypatch: pytest.MonkeyPatch, config: LogConfig) -> str:
