@@ -28,6 +28,7 @@ from gpu.runner.profile import Profiler
 from gpu.runner.sampler import Sampler, top_logprobs
 from gpu.runner.step_parts import Part, Team, count_parts, split
 from gpu.runner.step_profile import kept_profile
+from gpu.runner.thread_choice import ThreadChoice
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class ModelRunner:
         self.in_parts = self.device.type == "cpu" and self.group.size == 1  # ranks exchange sums, which must keep one order
         self.team = Team(num_threads)
         self.cores = Cores(num_threads)
+        self.thread_choice = ThreadChoice(num_threads)
         torch.set_num_threads(1 if self.in_parts else num_threads)
         self.fingerprint = self._fingerprint()
         name = packed_name(self.checkpoint, self.numerics, self.group)
@@ -139,6 +141,7 @@ class ModelRunner:
 
     def rest(self) -> None:
         """No step comes soon: what is kept from step to step is given back."""
+        self.thread_choice.leave()
         self.cores.rest()
 
     def _compute_step(self, step: Step, shares_kv: bool) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
@@ -146,9 +149,20 @@ class ModelRunner:
         computed them."""
         if self.decode is not None and (shape := self.decode.shape_of(step)) is not None:
             return [self.decode(step, shape)], 1
-        with self.cores.claim(self.team.size) as threads:
+        wanted = self._threads_for(step)
+        with self.cores.claim(wanted) as threads:
+            if threads < wanted:
+                self.thread_choice.leave()
             count = count_parts(step, threads, num_engines(self.config)) if self.in_parts else 1
             return self.team.map(lambda part: self._compute(step, part), split(step, count, shares_kv), threads), threads
+
+    def _threads_for(self, step: Step) -> int:
+        """That the step should have: all where they take a part of it each, else as many as are fastest."""
+        size = self.team.size
+        if size > 1 and self.in_parts and count_parts(step, size, num_engines(self.config)) == 1:
+            return self.thread_choice.choose(int(step.query_start[-1]))
+        self.thread_choice.leave()
+        return size
 
     def _compute(self, step: Step, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """(hidden states of the part's tokens, logits of its sampling ones)."""
