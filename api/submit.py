@@ -89,7 +89,7 @@ async def _submit(request: Request, generation: Generation) -> None:
     _admit(service)
     task = generation.task
     requests = _engine_requests(request.scope, principal_of(request), service.client, task, generation.internal_ids)
-    facts = RequestFacts(generation.external_id, task.endpoint, task.stream, task.model.name)
+    facts = RequestFacts(generation.external_id, service.config.record_retention, task.endpoint, task.stream, task.model.name)
     try:
         streams = await service.client.add(task.model.canonical_name, requests, generation.runs, facts, service.limits)
     except Refused as refusal:

@@ -137,7 +137,7 @@ def measure_parts(url: str, size: int, num_steps: int) -> dict[str, float]:
             info.slot, info.incarnation = bus.run(leases.claim_slot(MODEL, info))
             heartbeat = Heartbeat(bus, core, info, BusClock(), _raise)
             heartbeat.start()
-            publisher = Publisher(bus, MODEL, info.slot, info.incarnation, [server], _raise, retention=600)
+            publisher = Publisher(bus, MODEL, info.slot, info.incarnation, [server], _raise)
             steps: list[dict[str, float]] = []
             before = 0.0
             while len(steps) < num_steps:
@@ -219,7 +219,7 @@ def serve(url: str, size: int, num_steps: int, backend: str) -> None:
     with Bus(url) as bus:
         info = engine_info(config, core, MODEL, "")
         info.slot, info.incarnation = bus.run(leases.claim_slot(MODEL, info))
-        loop = connect(core, bus, info, retention=600, clock=clock)
+        loop = connect(core, bus, info, clock)
         signal.signal(signal.SIGTERM, lambda number, frame: loop.stop())
         say_ready()
         loop.run()
@@ -239,7 +239,7 @@ def measure_process(url: str, size: int, num_steps: int, backend: str) -> list[s
                 )
                 for index in range(size)
             ]
-            bus.run(enqueue(MODEL, requests, RequestFacts("overhead"), AdmissionLimits()))
+            bus.run(enqueue(MODEL, requests, RequestFacts("overhead", retention=600), AdmissionLimits()))
 
             def hear(count: int) -> None:
                 while count:

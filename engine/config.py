@@ -38,7 +38,6 @@ class RedisConfig:
         "", "Redis to use: redis://, rediss:// (TLS) or unix:// (docs/operating.md); empty: `serve` starts an embedded Valkey"
     )
     data_dir: str = option("", "folder of the embedded Valkey and its append-only file; default: ~/.local/share/headrace")
-    record_retention: int = option(3600, "seconds for which the record of an ended request is kept")
 
 
 @dataclass
@@ -73,6 +72,7 @@ class ApiConfig:
     max_num_queued_tokens: int | None = option(
         None, "most prompt tokens that wait for a model; a request beyond them is a 503 with Retry-After"
     )
+    record_retention: int = option(3600, "seconds for which the record of an ended request is kept, whichever process ended it")
     max_request_bytes: int = option(64 * 1024 * 1024, "largest request body in bytes; a larger one is a 413")
     max_n: int = option(16384, "largest n of a request; a larger one is a 400")
     max_prompts: int = option(1024, "most prompts of one completion request; more are a 400")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.bus import keys
-from engine.bus.call import Argument, Call, flat, script
+from engine.bus.call import Argument, Call, flat, milliseconds, script
 from engine.protocol import EngineCoreRequest, encode
 
 MEMORY_SHARE = 0.8  # of maxmemory, beyond which nothing new is admitted
@@ -19,6 +19,7 @@ class RequestFacts:
     """Facts about a request for its record, which its engine does not need."""
 
     external_id: str  # the id that the client knows it by; several requests may share one
+    retention: float  # seconds that the record is kept after the request's end, whichever process ends it
     endpoint: str = ""
     stream: bool = False
     model: str = ""  # the name that the client asked for
@@ -115,6 +116,7 @@ def _first_fields(request: EngineCoreRequest, facts: RequestFacts, model: str) -
         "model": facts.model or model,
         "endpoint": facts.endpoint,
         "stream": int(facts.stream),
+        "retention": milliseconds(facts.retention),
         "priority": request.priority,
         "prompt_tokens": len(request.prompt_token_ids) // 4,
         "max_tokens": request.sampling.max_tokens,

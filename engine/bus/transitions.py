@@ -13,7 +13,6 @@ from engine.bus.control import COMMANDS_KEPT, CONTROL_TTL
 from engine.bus.records import RecordView, parse_fields, parse_record
 from engine.protocol import Abort, FinishReason, encode
 
-RECORD_RETENTION = 3600.0  # seconds that the record of an ended request is kept
 TOMBSTONE_TTL = 600.0  # seconds that an abort waits for a request that it overtook
 JOURNAL_ENTRIES = 4096  # kept of an engine's journal, about
 JOURNAL_TTL = 600.0  # seconds that a journal outlives its engine
@@ -54,14 +53,13 @@ def take(model: str, slot: str, incarnation: int, count: int, places: int) -> Ca
     )
 
 
-def reject(model: str, slot: str, incarnation: int, entry: str, error: str, retention: float = RECORD_RETENTION) -> Call[bool]:
+def reject(model: str, slot: str, incarnation: int, entry: str, error: str) -> Call[bool]:
     """End, with an error, a taken entry that its engine cannot read or run; False: it was not this incarnation's. Raises Fenced."""
     arguments = (
         incarnation,
         entry,
         int(FinishReason.ERROR),
         error,
-        milliseconds(retention),
         keys.client_channel(),
     )
     return Call(bool, script("reject", "ledger"), (*keys.ledger(model), keys.slot(model, slot)), arguments)
@@ -89,7 +87,6 @@ def flush(
     started: Sequence[tuple[str, Mapping[str, str]]] = (),
     ended: Sequence[EndedRequest] = (),
     notices: Sequence[tuple[str, bytes]] = (),
-    retention: float = RECORD_RETENTION,
 ) -> Call[int]:
     """A step's outputs, at once: journal entry, publications, records. 1: done; 0: this flush was done before. Raises Fenced.
 
@@ -100,7 +97,6 @@ def flush(
     arguments: list[Argument] = [
         incarnation,
         flush_number,
-        milliseconds(retention),
         JOURNAL_ENTRIES,
         milliseconds(JOURNAL_TTL),
         keys.client_channel(),
@@ -146,9 +142,7 @@ class FinishOutcome:
     record: RecordView | None
 
 
-def finish(
-    model: str, request_id: str, command: Abort, error: str | None = None, retention: float = RECORD_RETENTION
-) -> Call[FinishOutcome]:
+def finish(model: str, request_id: str, command: Abort, error: str | None = None) -> Call[FinishOutcome]:
     """End a request in any state. An unknown id leaves a tombstone, so that the request is refused when it comes late.
 
     With a choice (>= 0) of a request of several choices that still waits, nothing happens: what has no output needs no stop.
@@ -160,7 +154,6 @@ def finish(
         error or "",
         command.choice,
         encode(command),
-        milliseconds(retention),
         milliseconds(TOMBSTONE_TTL),
         COMMANDS_KEPT,
         milliseconds(CONTROL_TTL),
@@ -174,9 +167,7 @@ def finish(
     return Call(decode, script("finish", "ledger"), (*keys.ledger(model), keys.control(model)), arguments)
 
 
-def fail_engine(
-    model: str, slot: str, incarnation: int, error: str = ENGINE_DIED, retention: float = RECORD_RETENTION
-) -> Call[int]:
+def fail_engine(model: str, slot: str, incarnation: int, error: str = ENGINE_DIED) -> Call[int]:
     """End the requests that the slot's engines up to `incarnation` had in flight, with an error. Returns how many.
 
     Refuses (0) while one of these incarnations holds the slot: a supervisor that saw the process exit releases its slot first.
@@ -192,7 +183,6 @@ def fail_engine(
             incarnation,
             int(FinishReason.ERROR),
             error,
-            milliseconds(retention),
             FAIL_BATCH,
             start,
             keys.consumer(slot),

@@ -60,14 +60,12 @@ class Publisher:
         incarnation: int,
         clients: list[str],
         failed: Callable[[BaseException], None],
-        retention: float,
     ) -> None:
         self._bus = bus
         self._model, self._slot, self._incarnation = model, slot, incarnation
         self._engine = f"{model}:{slot}"
         self._clients = clients  # the loop's table: index -> API server incarnation; only ever appended to
         self._failed = failed
-        self._retention = retention
         self._queue: queue.Queue[StepEvents | None] = queue.Queue(MOST_WAITING_EVENTS)
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._num_flushes = 0
@@ -133,7 +131,6 @@ class Publisher:
             started=[(held.source.request_id, _started_fields(held)) for held in events.started],
             ended=[_ended_request(held) for held in events.ended],
             notices=[(keys.client_channel(client), encode(reply)) for client, reply in events.replies],
-            retention=self._retention,
         )
 
     def _messages(self, events: StepEvents) -> list[tuple[str, bytes]]:

@@ -41,7 +41,7 @@ def serve(config: EngineConfig, executor: Executor, progress: Progress, signals:
             info = engine_info(config, core, name, tokenizer)
             info.slot, info.incarnation = bus.run(leases.claim_slot(name, info, wanted=config.parallel.data_parallel_rank))
             bus.run(transitions.fail_engine(name, info.slot, info.incarnation - 1))
-            loop = connect(core, bus, info, config.redis.record_retention, clock)
+            loop = connect(core, bus, info, clock)
             signals.obey_with(lambda: loop.stop(shutdown_timeout))
             logger.info("%s", describe(info))
             progress.say("ready", model=name, slot=info.slot, max_model_len=info.max_model_len, num_blocks=info.num_blocks)
@@ -51,14 +51,14 @@ def serve(config: EngineConfig, executor: Executor, progress: Progress, signals:
         core.shutdown()
 
 
-def connect(core: EngineCore, bus: Bus, info: EngineInfo, retention: float, clock: BusClock) -> EngineLoop:
+def connect(core: EngineCore, bus: Bus, info: EngineInfo, clock: BusClock) -> EngineLoop:
     """A loop around `core` with its side threads, for the slot that `info` names."""
     clients: list[str] = []
     loop = EngineLoop(core, info.model, clients)
     place = (bus, info.model, info.slot, info.incarnation)
     loop.attach(
         Intake(*place, loop.inbox, core, loop.fail),
-        Publisher(*place, clients, loop.fail, retention),
+        Publisher(*place, clients, loop.fail),
         Heartbeat(bus, core, info, clock, loop.fail),
     )
     return loop

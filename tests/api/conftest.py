@@ -40,7 +40,8 @@ def null_server(smollm2_gguf: Path) -> Iterator[LiveServer]:
 def slow_server(smollm2_gguf: Path) -> Iterator[LiveServer]:
     """Steps of 20 ms, so that requests can be met while they run; keys of two tenants and an admin."""
     keys = ("--api-key", f"alice={KEYS['alice']}", "--api-key", f"bob={KEYS['bob']}", "--api-key", f"ops:admin={KEYS['ops']}")
-    options = (*keys, "--max-num-queued-reqs", "24", "--max-request-bytes", "100000", "--sse-keep-alive-interval", "0.2")
+    limits = ("--max-num-queued-reqs", "24", "--max-request-bytes", "100000")
+    options = (*keys, *limits, "--sse-keep-alive-interval", "0.2", "--record-retention", "1000")
     engine = (*NULL_ENGINE, "--max-num-seqs", "8")
     with LiveServer(smollm2_gguf, engine, options, null="step_seconds=0.02") as server:
         yield server

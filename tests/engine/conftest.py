@@ -30,7 +30,7 @@ class RunningEngine:
         self.core = EngineCore(config, clock=clock)
         self.info = engine_info(config, self.core, model, tokenizer)
         self.info.slot, self.info.incarnation = self.bus.run(leases.claim_slot(model, self.info))
-        self.loop: EngineLoop = connect(self.core, self.bus, self.info, retention=600, clock=clock)
+        self.loop: EngineLoop = connect(self.core, self.bus, self.info, clock)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

@@ -60,7 +60,7 @@ def enqueue(bus: Bus, external_id: str, number: int) -> str:
     request = EngineCoreRequest(
         PROTOCOL_VERSION, request_id, encode_column([1, 2, 3]), SamplingParams(max_tokens=16), "api", number, tenant="alice"
     )
-    facts = RequestFacts(external_id, endpoint="/v1/completions", stream=True, model="alias")
+    facts = RequestFacts(external_id, retention=3600, endpoint="/v1/completions", stream=True, model="alias")
     bus.run(enqueue_call(MODEL, [request], facts))
     return request_id
 

@@ -1,14 +1,14 @@
 -- fail_engine: the requests that a dead engine had in flight end with an error, and their API servers are told.
 --
 -- KEYS 1-9 ledger, 10 slot
--- ARGV incarnation (this and those before it are dead), error's number among the reasons, error text, retention in ms, entries to
---      look at, where to start, consumer, prefix of client channels
+-- ARGV incarnation (this and those before it are dead), error's number among the reasons, error text, entries to look at,
+--      where to start, consumer, prefix of client channels
 -- Answer: how many requests were ended, and where to go on ('': nowhere).
 --
 -- Refuses while one of the dead holds the slot after all. A replacement under the same consumer name keeps its own: records say which
 -- incarnation took them. Sent twice, or by several observers at once: the second finds nothing pending.
 
-local incarnation, reason, error, retention, count, start, consumer, client_channel = unpack(ARGV)
+local incarnation, reason, error, count, start, consumer, client_channel = unpack(ARGV)
 
 local holder = redis.call('GET', KEYS[10])
 if holder and tonumber(holder) <= tonumber(incarnation) then return {0, ''} end
@@ -26,7 +26,7 @@ local function fail_entry(entry)
     return 0
   end
   if tonumber(owner) > tonumber(incarnation) then return 0 end
-  if not end_request(id, {'reason', 'error', 'error', error}, retention) then return 0 end
+  if not end_request(id, {'reason', 'error', 'error', error}) then return 0 end
   publish_ended(id, client_channel, reason, error)
   return 1
 end

@@ -1,16 +1,15 @@
 -- finish: a request ends, in whatever state it is.
 --
 -- KEYS 1-9 ledger, 10 prefix of control streams
--- ARGV id, reason's number, reason's name, error, choice (-1: all), command, retention in ms, tombstone's time to live in ms,
---      commands kept, control's time to live in ms, prefix of client channels, prefix of control channels
+-- ARGV id, reason's number, reason's name, error, choice (-1: all), command, tombstone's time to live in ms, commands kept,
+--      control's time to live in ms, prefix of client channels, prefix of control channels
 -- Answer: the state before, and the record without its output, flat.
 --
 -- queued: ended here, its API server is told. running: the command goes to the owner, which answers. ended: nothing. unknown: a
 -- tombstone, which `enqueue` meets. Sent twice: the second finds "ended", or puts a second command that finds nothing to do.
 
 local CONTROL = KEYS[10]
-local id, reason, reason_name, error, choice, command, retention, tombstone_ttl, kept, control_ttl, client_channel, control_channel =
-  unpack(ARGV)
+local id, reason, reason_name, error, choice, command, tombstone_ttl, kept, control_ttl, client_channel, control_channel = unpack(ARGV)
 local key = RECORD .. id
 
 local function record_without_output()
@@ -37,7 +36,7 @@ if state == 'queued' and (choice == '-1' or record[2] == '1') then
   if error ~= '' then
     facts[3], facts[4] = 'error', error
   end
-  end_request(id, facts, retention)
+  end_request(id, facts)
   publish_ended(id, client_channel, reason, error)
 elseif state == 'running' then
   local stream = CONTROL .. record[3]

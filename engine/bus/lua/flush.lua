@@ -1,7 +1,7 @@
 -- flush: a step's outputs, at once: the journal's entry, the publications, the records of requests that started or ended.
 --
 -- KEYS 1-9 ledger, 10 slot, 11 journal
--- ARGV incarnation, flush number, retention in ms, entries kept, journal's time to live in ms, prefix of client channels, and
+-- ARGV incarnation, flush number, entries kept, journal's time to live in ms, prefix of client channels, and
 --      the numbers of messages, started, ended, notices; then
 --      messages: API server, payload; started: id, number of field names and values, these; ended: likewise; notices: channel, payload
 -- Answer: 1, or 0 for a flush that was done before.
@@ -11,12 +11,12 @@
 -- the columns are one message a server.
 
 local SLOT, JOURNAL = KEYS[10], KEYS[11]
-local incarnation, flush_number, retention, kept, ttl, client_channel = unpack(ARGV, 1, 6)
-local num_messages, num_started, num_ended, num_notices = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
+local incarnation, flush_number, kept, ttl, client_channel = unpack(ARGV, 1, 5)
+local num_messages, num_started, num_ended, num_notices = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
 
 if fenced(SLOT, incarnation) then return redis.error_reply(FENCED) end
 
-local at = 11
+local at = 10
 local messages_end = at + 2 * num_messages
 local journaled
 if num_messages > 0 then
@@ -55,7 +55,7 @@ end
 
 for _ = 1, num_ended do
   local id, fields = next_fields()
-  if ours(id) then end_request(id, fields, retention) end
+  if ours(id) then end_request(id, fields) end
 end
 
 for _ = 1, num_notices do

@@ -13,6 +13,7 @@ local GROUP = 'engines'
 local TIME = redis.call('TIME')
 local NOW = string.format('%d.%06d', TIME[1], TIME[2])
 local EXTERNAL_KEPT = 128 -- requests found under one client-given id, besides live ones
+local OLD_RETENTION = 3600000 -- ms, of a record whose `enqueue` was an older version's and wrote none
 
 -- A member of ORDER is the entry's id with its sequence number padded: equal scores are then in order of arrival.
 local function order_member(entry)
@@ -81,18 +82,20 @@ local function add_usage(id)
 end
 
 -- The index of a client-given id goes with the last record under it.
-local function expire_external(external_id, retention)
-  local index = EXTERNAL .. external_id
+local function expire_external(external_id)
+  local index, last = EXTERNAL .. external_id, 1
   for _, id in ipairs(redis.call('ZRANGE', index, 0, -1)) do
     if redis.call('ZSCORE', LIVE, id) then return end
+    last = math.max(last, redis.call('PTTL', RECORD .. id))
   end
-  redis.call('PEXPIRE', index, retention)
+  redis.call('PEXPIRE', index, last)
 end
 
 -- The one way out of the ledger. `facts`: record fields of the end, flat. False: it had ended before, or never was.
-local function end_request(id, facts, retention)
+-- The record is kept for as long as it says, whichever process ends the request.
+local function end_request(id, facts)
   local key = RECORD .. id
-  local record = redis.call('HMGET', key, 'state', 'entry', 'n', 'prompt_tokens', 'tenant', 'external_id', 'client')
+  local record = redis.call('HMGET', key, 'state', 'entry', 'n', 'prompt_tokens', 'tenant', 'external_id', 'client', 'retention')
   local state, entry, tenant = record[1], record[2], record[5]
   if not state or state == 'ended' then return false end
   if state == 'queued' then
@@ -105,8 +108,8 @@ local function end_request(id, facts, retention)
   redis.call('ZREM', LIVE, id)
   redis.call('HSET', key, 'state', 'ended', 'finished', NOW, unpack(facts))
   redis.call('ZADD', ENDED, NOW, id)
-  redis.call('PEXPIRE', key, retention)
-  expire_external(record[6], retention)
+  redis.call('PEXPIRE', key, record[8] or OLD_RETENTION)
+  expire_external(record[6])
   add_usage(id)
   return true
 end

@@ -19,7 +19,7 @@
 -- Sent twice (the answer was lost): the nonce is that of the last take, whose entries are answered again.
 
 local SLOT, TAKEN, SHARES, ANY_SLOT = KEYS[10], KEYS[11], KEYS[12], KEYS[13]
-local TAKEN_TTL, LOST_RETENTION = 600000, 3600000 -- ms
+local TAKEN_TTL = 600000 -- ms
 local slot, incarnation, count, nonce, any_consumer, places, share_ttl = unpack(ARGV)
 local consumer = any_consumer .. slot
 
@@ -45,7 +45,7 @@ local function claim(member)
   local claimed = redis.call('XCLAIM', REQUESTS, GROUP, consumer, 0, entry, 'FORCE')
   if #claimed == 0 or not claimed[1] then
     local lost = find_by_entry(entry)
-    if lost then end_request(lost, {'reason', 'error', 'error', 'the entry of the request is gone'}, LOST_RETENTION) end
+    if lost then end_request(lost, {'reason', 'error', 'error', 'the entry of the request is gone'}) end
     return nil
   end
   local id = field_of(claimed[1][2], 'id')

@@ -9,7 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 
+from engine.bus import keys
 from tests.api.conftest import KEYS
 from tests.api.live_server import LiveServer, sse_events
 from tests.api.request_states import until_live, until_none_lives, until_state
@@ -143,3 +145,10 @@ async def test_an_id_used_again_names_the_newest_request(slow_server: LiveServer
             last = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Id": "twice"})
         found = (await http.get("/v1/requests/twice")).json()
     assert found["id"] == last.headers["x-headrace-request-id"]
+
+
+async def test_a_record_is_kept_for_the_time_that_its_api_server_was_given(slow_server: LiveServer) -> None:
+    async with client(slow_server, "alice") as http:
+        answer = await http.post("/v1/completions", json={"prompt": "short", "max_tokens": 1})
+    with redis.Redis.from_url(slow_server.redis.url) as raw:
+        assert 970 < raw.ttl(keys.record(slow_server.name, answer.headers["x-headrace-request-id"])) <= 1000

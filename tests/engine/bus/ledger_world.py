@@ -84,9 +84,9 @@ class World:
         )
 
     def enqueue(
-        self, *requests: EngineCoreRequest, external_id: str = "ext", limits: AdmissionLimits | None = None
+        self, *requests: EngineCoreRequest, external_id: str = "ext", limits: AdmissionLimits | None = None, retention: float = 600
     ) -> Enqueued | Refused:
-        facts = RequestFacts(external_id, "/v1/completions", stream=True)
+        facts = RequestFacts(external_id, retention, "/v1/completions", stream=True)
         limits = limits or AdmissionLimits(require_engine=False)
         return self.bus.run(enqueue(self.model, requests, facts, limits))
 

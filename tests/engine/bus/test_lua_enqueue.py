@@ -80,7 +80,7 @@ def test_a_lost_answer_is_made_up_for(world: World) -> None:
         bus.run(queue_depth(world.model))
         proxy.losses = 1
         request = world.request()
-        facts, limits = RequestFacts("x"), AdmissionLimits(max_num_queued_reqs=1, require_engine=False)
+        facts, limits = RequestFacts("x", retention=600), AdmissionLimits(max_num_queued_reqs=1, require_engine=False)
         outcome = bus.run(enqueue(world.model, [request], facts, limits))
         assert proxy.lost == 1
     assert isinstance(outcome, Enqueued)

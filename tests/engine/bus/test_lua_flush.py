@@ -96,10 +96,10 @@ def test_a_flush_writes_the_end_into_the_record(world: World) -> None:
 
 
 def test_the_record_is_kept_for_its_retention(world: World) -> None:
-    world.enqueue(world.request("a"))
+    world.enqueue(world.request("a"), retention=0.05)
     engine = world.engine()
     world.take(engine)
-    world.bus.run(world.flush_call(engine, ["a"], retention=0.05))
+    world.bus.run(world.flush_call(engine, ["a"]))
     key = keys.record(world.model, "a")
     assert world.raw.pttl(key) <= 50
     wait_for(lambda: not world.raw.exists(key), "the end of its retention")
@@ -109,10 +109,11 @@ def test_the_record_is_kept_for_its_retention(world: World) -> None:
 
 
 def test_one_ended_request_does_not_hide_a_living_one_under_the_same_id(world: World) -> None:
-    world.enqueue(world.request("a"), world.request("b"))
+    world.enqueue(world.request("a"), retention=0.001)
+    world.enqueue(world.request("b"))
     engine = world.engine()
     world.take(engine, 2)
-    world.bus.run(world.flush_call(engine, ["a"], retention=0.001))
+    world.bus.run(world.flush_call(engine, ["a"]))
     wait_for(lambda: not world.raw.exists(keys.record(world.model, "a")), "the end of its retention")
     assert [view.id for view in world.bus.run(records.find(world.model, "ext"))] == ["b"]
     world.end(engine, "b")

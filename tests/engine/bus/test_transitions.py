@@ -47,7 +47,7 @@ class Walk:
             )
             for _ in range(count)
         ]
-        facts = RequestFacts(f"ext{self.random.randint(0, 5)}")
+        facts = RequestFacts(f"ext{self.random.randint(0, 5)}", retention=600)
         limits = AdmissionLimits(max_num_queued_reqs=40, max_num_queued_tokens=400, require_engine=False)
         call = enqueue(self.world.model, requests, facts, limits)
         if isinstance(self.world.bus.run(call), Enqueued):

@@ -19,7 +19,7 @@ async def generated(client: AsyncClient, request_id: str) -> tuple[EngineCoreReq
     sampling = SamplingParams(max_tokens=5, ignore_eos=True)
     prompt = encode_column([1, 2, 3])
     request = EngineCoreRequest(PROTOCOL_VERSION, request_id, prompt, sampling, client.incarnation, client.next_handle())
-    facts = RequestFacts(request_id, "/v1/completions", False, MODEL)
+    facts = RequestFacts(request_id, 600, "/v1/completions", False, MODEL)
     follower = Follower()
     await client.add(MODEL, [request], [follower], facts, AdmissionLimits())
     await follower.whole()

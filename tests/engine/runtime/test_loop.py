@@ -64,7 +64,7 @@ async def add(
     limits: AdmissionLimits = NO_LIMITS,
 ) -> list[Follower]:
     followers = [Follower(stop or {}) for _ in requests]
-    streams = await client.add(model, list(requests), followers, RequestFacts(external_id), limits)
+    streams = await client.add(model, list(requests), followers, RequestFacts(external_id, retention=600), limits)
     for follower, stream in zip(followers, streams, strict=True):
         follower.stream = stream
     return followers

@@ -15,7 +15,7 @@ def test_an_engine_told_to_stop_does_not_wait_for_redis(tmp_path: Path) -> None:
     failures: list[BaseException] = []
     num_put = 0
     with Bus(f"unix://{tmp_path}/nobody.sock") as bus:
-        publisher = Publisher(bus, "model", "0", 1, [], failures.append, retention=60)
+        publisher = Publisher(bus, "model", "0", 1, [], failures.append)
         publisher.start()
 
         def put() -> None:

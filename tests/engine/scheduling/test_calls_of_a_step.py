@@ -51,7 +51,7 @@ class Decodes:
         self.executor = Executor.make(WorkerConfig(ModelConfig(load_format="null"), parallel=parallel, **limits))
         self.executor.start()
         self.executor.allocate_kv(num_blocks, 8 * BLOCK_SIZE)
-        self.publisher = Publisher(Bus("redis://nowhere"), "model", "0", 1, ["a", "b"], lambda error: None, retention=60)
+        self.publisher = Publisher(Bus("redis://nowhere"), "model", "0", 1, ["a", "b"], lambda error: None)
         for index in range(size):
             prompt = range(1000 * index, 1000 * index + 20)
             self.scheduler.add_request(
@@ -66,7 +66,7 @@ class Decodes:
         output = self.executor.collect()
         outputs, updating = counted(lambda: self.scheduler.update_from_output(plan, output, 0.0))
         call, telling = counted(lambda: self.publisher.call_for(StepEvents(outputs)))
-        clients, payloads = call.arguments[10::2], call.arguments[11::2]
+        clients, payloads = call.arguments[9::2], call.arguments[10::2]
         return plan, [planning, encoding, updating, telling], dict(zip(clients, payloads, strict=True))  # type: ignore[arg-type]
 
 
