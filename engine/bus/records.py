@@ -1,5 +1,5 @@
 """The record of a request, as read from its hash, and the calls that read records. A record never holds prompt text or token ids of
-the prompt; the whole output is in it once the request has ended."""
+the prompt; the whole output is in it once the request's engine has ended it."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def look_up(models: Sequence[str], request_id: str) -> Call[list[Found]]:
 
 
 def stored_output(model: str, request_id: str) -> Call[StoredOutput | None]:
-    """The whole output of an ended request. None: it has not ended, or its record is gone.
+    """The whole output of a request that its engine ended. None: it has not ended, another process ended it, or its record is gone.
 
     A request that ended without its engine's word (aborted while it waited, its engine died) has no tokens stored: each choice is
     then empty, with the record's reason and error.
