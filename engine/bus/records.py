@@ -188,7 +188,7 @@ def look_up(models: Sequence[str], request_id: str) -> Call[list[Found]]:
 
 
 def stored_output(model: str, request_id: str) -> Call[StoredOutput | None]:
-    """The whole output of a request that its engine ended. None: it has not ended, another process ended it, or its record is gone.
+    """The output of an ended request. None: it has not ended, or its record is gone.
 
     A request that ended without its engine's word (aborted while it waited, its engine died) has no tokens stored: each choice is
     then empty, with the record's reason and error.
