@@ -29,8 +29,8 @@ class ModelConfig:
     )
     dtype: str = option(
         "auto",
-        "type of weights that are not quantized; auto: bfloat16 on GPUs and on CPUs with AVX512_BF16, else "
-        "float16; on a CPU, sums and activations between layers are float32",
+        "type of weights that are not quantized; auto: bfloat16 on GPUs, and on CPUs with AVX512_BF16 where no weights are "
+        "quantized, else float16; on a CPU, sums and activations between layers are float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = option(
