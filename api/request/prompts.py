@@ -96,7 +96,7 @@ def num_prompts(prompt: str | list[str] | list[int] | list[list[int]] | None) ->
 def completion_prompts(prompt: str | list[str] | list[int] | list[list[int]] | None) -> list[str | list[int]]:
     """The prompts of a text completion, one by one."""
     if prompt is None or prompt == []:
-        raise BadRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+        raise BadRequest("prompt must be given, and must not be an empty list.", param="prompt")
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
     return list(prompt)
