@@ -35,7 +35,6 @@ B = TypeVar("B", bound=SamplingFields)
 PRIORITY_HEADER = "X-Vllm-Priority"
 TRACE_HEADERS = ("traceparent", "tracestate")
 INT64 = range(-(2**63), 2**63)
-_LIMIT_WORDS = {"max_num_queued_reqs": "requests", "max_num_queued_tokens": "prompt tokens"}
 
 
 async def generate(
@@ -143,8 +142,7 @@ def _priority(scope: Scope, own: int) -> int:
 def _refusal_error(refusal: Refused) -> ApiError:
     match refusal.reason:
         case "max_num_queued_reqs" | "max_num_queued_tokens":
-            what = _LIMIT_WORDS[refusal.reason]
-            message = f"The server is overloaded: {refusal.value} {what} are queued, the limit is {refusal.limit}. Try again later."
+            message = f"The server is overloaded: {refusal}. Try again later."
         case "no_engine":
             message = NO_ENGINE
         case "memory":

@@ -50,7 +50,7 @@ class Refused(Exception):
     def __str__(self) -> str:
         match self.reason:
             case "max_num_queued_reqs":
-                return f"{self.value} requests wait or run, the limit is {self.limit}"
+                return f"with the new ones {self.value} choices would wait or run, the limit is {self.limit}"
             case "max_num_queued_tokens":
                 return f"{self.value} prompt tokens wait, the limit is {self.limit}"
             case "memory":

@@ -91,7 +91,7 @@ async def test_a_full_queue_refuses_all_or_nothing(slow_server: LiveServer) -> N
             assert refused.headers["retry-after"] == "1"
             error = refused.json()["error"]
             assert (error["type"], error["code"], error["param"]) == ("ServiceUnavailableError", 503, None)
-            assert "the limit is 24" in error["message"]
+            assert "with the new ones 25 choices would wait or run, the limit is 24" in error["message"]
         assert len((await http.get("/v1/requests")).json()["data"]) == 20
         filling.cancel()
         await asyncio.gather(filling, return_exceptions=True)
