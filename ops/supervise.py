@@ -160,6 +160,8 @@ class Child:
                 os.close(output_write)
                 os.close(progress_write)
             self._group = process.pid
+            if self._stopping:  # since its start was begun
+                self.kill_group()
             if self._command.ready is not None:
                 watchers.append(asyncio.create_task(self._await_ready(self._command.ready)))
             await process.wait()
@@ -216,6 +218,11 @@ class Child:
             log.warning("%s did not stop in %g s; killing it", self.name, self._command.stop_timeout)
             self.kill_group()
             await process.wait()
+
+    def kill(self) -> None:
+        """End it at once and for good; its death is no news."""
+        self._stopping = True
+        self.kill_group()
 
     def kill_group(self) -> None:
         """Kill the process and all that it started, at once."""
@@ -291,7 +298,7 @@ class Supervisor:
         self._forced = number
         for stage in self._stages:
             for child in stage:
-                child.kill_group()
+                child.kill()
 
     async def _stop(self) -> None:
         for stage in reversed(self._stages):

@@ -170,6 +170,21 @@ async def test_a_second_signal_kills() -> None:
     assert deaf.child.pid is None
 
 
+async def test_a_second_signal_neither_tells_of_restarts_nor_does_them(caplog: pytest.LogCaptureFixture) -> None:
+    """The earlier stage is not being stopped yet when the end is forced."""
+    redis = Watched(command("redis", "print('here', flush=True)", READY, SLEEP))
+    deaf = Watched(command("deaf", "import signal", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", READY, SLEEP, stop_timeout=60))
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        for each in (redis, deaf):
+            supervisor.start(each.child)
+            await each.child.ready.wait()
+
+    assert await run_until_signal(bring_up, signal.SIGTERM, signal.SIGINT) == 128 + signal.SIGINT
+    assert (redis.lines, redis.exits, redis.child.pid) == (["here"], [], None)
+    assert "died" not in caplog.text
+
+
 async def test_a_configuration_error_is_not_tried_again() -> None:
     report = 'os.write(int(sys.argv[-1]), b\'{"phase": "failed", "message": "too big"}\\n\')'
     watched = Watched(command("engine", "import os, sys", report, "sys.exit(os.EX_CONFIG)"))
