@@ -27,7 +27,7 @@ def show_configuration(resolved: Resolved) -> None:
     if resolved.config.log.log_format == "json":
         log.info("configuration", extra={"config": {name: {"value": value, "source": source} for _, name, value, source in rows}})
     else:
-        _show((section, name, value, source) for section, name, value, source in rows if source != "default")
+        _show((section, name, value or "not set", source) for section, name, value, source in rows if source != "default")
 
 
 def show_derived(config: ServeConfig, infos: Sequence[EngineInfo], parallel: Mapping[str, str]) -> None:

@@ -257,19 +257,22 @@ def role_environment(
     return child
 
 
-def shown(name: str, value: Any) -> str:
-    """The value as it may stand in a log: keys and passwords are left out."""
+def shown(name: str, value: Any) -> str | None:
+    """The value as it may stand in a log: keys and passwords are left out. None where the setting has no value.
+
+    No text stands for that: `none` is a value of some settings.
+    """
+    if value is None or value == "" or value == []:
+        return None
     if name == "api_key":
-        return ", ".join(item.partition("=")[0] + "=***" if "=" in item else "***" for item in value) or "none"
+        return ", ".join(item.partition("=")[0] + "=***" if "=" in item else "***" for item in value)
     if name == "redis_url":
         return re.sub(r"//([^:@/]*):.*@", r"//\1:***@", value)
-    if value is None or value == "" or value == []:
-        return "none"
     if isinstance(value, list):
         return ", ".join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def describe(resolved: Resolved) -> list[tuple[str, str, str, str]]:
-    """Rows (section, name, value, source) of the whole tree, in its order."""
+def describe(resolved: Resolved) -> list[tuple[str, str, str | None, str]]:
+    """Rows (section, name, value, source) of the whole tree, in its order; the value as `shown` gives it."""
     return [(s.section, s.name, shown(s.name, resolved.get(s.name)), resolved.sources[s.name]) for s in SETTINGS.values()]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import ServeConfig
+from ops.announce import show_configuration
 from ops.errors import SettingError
 from ops.prepare import tell_of_no_effect
 from ops.reference import configuration_markdown
@@ -179,10 +180,32 @@ def test_a_role_finds_in_its_environment_what_was_resolved() -> None:
 
 def test_secrets_are_not_shown() -> None:
     resolved = resolve({"api_key": ["alice=hunter2", "root:admin=s3cret", "bare"], "redis_url": "redis://u:pass@host:1/0"}, {})
-    text = "\n".join(" ".join(row) for row in describe(resolved))
+    text = "\n".join(" ".join(map(str, row)) for row in describe(resolved))
     assert "alice=***, root:admin=***, ***" in text and "redis://u:***@host:1/0" in text
     assert not any(secret in text for secret in ("hunter2", "s3cret", "bare", "pass@"))
     assert shown("redis_url", "redis://host:1/0") == "redis://host:1/0"
+
+
+@pytest.mark.parametrize("name", ["weights_cache_dir", "api_key", "redis_url", "chat_template", "max_num_queued_reqs", "seed"])
+def test_a_setting_without_a_value_is_null_in_the_log_and_not_the_word_none(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    resolved = resolve({}, {})
+    resolved.config.log.log_format = "json"
+    caplog.set_level("INFO")
+    show_configuration(resolved)
+    logged = vars(caplog.records[-1])["config"]
+    value = SETTINGS[name].default
+    assert logged[name] == {"value": None if value in (None, "", []) else str(value), "source": "default"}
+    assert "none" not in [each["value"] for each in logged.values()]
+
+
+def test_an_unset_setting_and_the_value_none_differ_in_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    resolved = resolve({}, {})
+    resolved.config.log.log_format = "text"
+    resolved.derive("weights_cache_dir", "none", "here")
+    resolved.derive("data_dir", "", "there")
+    show_configuration(resolved)
+    lines = [line.split() for line in capsys.readouterr().err.splitlines()]
+    assert [line[1:] for line in lines] == [["weights_cache_dir", "none", "(here)"], ["data_dir", "not", "set", "(there)"]]
 
 
 def test_the_documentation_is_current() -> None:
