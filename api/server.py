@@ -14,7 +14,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -38,11 +38,11 @@ SWITCH_SECONDS = 0.001  # after which a thread that works lets the event loop ha
 WANTED_FILES = 65535  # open connections are open files
 
 
-def run_api(config: ApiConfig, redis_config: RedisConfig, listener: socket.socket) -> int:
+def run_api(config: ApiConfig, redis_config: RedisConfig, listener: socket.socket, tell_up: Callable[[], None]) -> int:
     """Serve until told to stop; returns the process's exit code: 0 after a signal, 1 when a part of the server died.
 
-    `listener` listens already; several API processes may share it. 78 (EX_CONFIG) tells a supervisor that it will fail again the
-    same way.
+    `listener` listens already; several API processes may share it. `tell_up` is called once connections are answered.
+    78 (EX_CONFIG) tells a supervisor that it will fail again the same way.
     """
     try:
         if min(config.request_timeout, config.keep_alive_timeout) <= 0:
@@ -55,7 +55,7 @@ def run_api(config: ApiConfig, redis_config: RedisConfig, listener: socket.socke
     _spare_the_collector()
     sys.setswitchinterval(SWITCH_SECONDS)
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(app, listener))
+        return runner.run(_serve(app, listener, tell_up))
 
 
 def _raise_file_limit() -> None:
@@ -74,6 +74,15 @@ def _spare_the_collector() -> None:
 
 class _Server(uvicorn.Server):
     """uvicorn without its own signal handlers, which would cut streams before they were told."""
+
+    def __init__(self, config: uvicorn.Config, tell_up: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._tell_up = tell_up
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._tell_up()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -109,7 +118,7 @@ class _Ending:
         return 0 if self.failure is None else 1
 
 
-async def _serve(app: FastAPI, listener: socket.socket) -> int:
+async def _serve(app: FastAPI, listener: socket.socket, tell_up: Callable[[], None]) -> int:
     ending = _Ending()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -131,7 +140,8 @@ async def _serve(app: FastAPI, listener: socket.socket) -> int:
             timeout_keep_alive=service.config.keep_alive_timeout,
             timeout_graceful_shutdown=LAST_WORDS_SECONDS,
             backlog=BACKLOG,
-        )
+        ),
+        tell_up,
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     asked = asyncio.create_task(ending.asked.wait())

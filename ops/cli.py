@@ -96,7 +96,8 @@ def engine(config_file: str | None, progress_fd: int | None, **values: Any) -> i
 @cli.command(cls=SettingsCommand, short_help="Run the maintenance process on a Redis of your own.")
 @config_option
 @setting_options(("redis", "log"))
-def maintenance(config_file: str | None, **values: Any) -> int:
+@click.option("--of-serve", is_flag=True, hidden=True, help="started by `serve`, which tells when it is up")
+def maintenance(config_file: str | None, of_serve: bool, **values: Any) -> int:
     """Run Celery with beat on the Redis of --redis-url.
 
     It ends the requests that dead processes left, expires records, and sums usage.
@@ -105,7 +106,7 @@ def maintenance(config_file: str | None, **values: Any) -> int:
     """
     from ops.roles import run_maintenance
 
-    return run_maintenance(_with_redis(resolve(given(values), os.environ, config_file)))
+    return run_maintenance(_with_redis(resolve(given(values), os.environ, config_file)), of_serve)
 
 
 for command in (ps, inspect, abort, engines, usage, simulate):

@@ -52,13 +52,18 @@ def run_api(resolved: Resolved, descriptor: int | None) -> int:
     config = resolved.config
     begin_logging(resolved, "api")
     listener = listen.bind(config.api) if descriptor is None else socket.socket(fileno=descriptor)
-    return server.run_api(config.api, config.redis, listener)
+    address = config.api.uds or listen.url_of(listener, config.api)
+
+    def tell_up() -> None:
+        _tell_up(resolved, f"the API server answers at {address}", descriptor is not None)
+
+    return server.run_api(config.api, config.redis, listener, tell_up)
 
 
-def run_maintenance(resolved: Resolved) -> int:
+def run_maintenance(resolved: Resolved, is_of_serve: bool) -> int:
     """Run Celery with beat until a signal; returns the exit status."""
     from celery.apps import worker as celery_worker
-    from celery.signals import setup_logging
+    from celery.signals import setup_logging, worker_ready
 
     _demand_fit_redis(resolved.config.redis.redis_url)
     # ops.celery_app reads the Redis to use when it is imported
@@ -68,11 +73,21 @@ def run_maintenance(resolved: Resolved) -> int:
     def keep_ours(**_: Any) -> None:
         begin_logging(resolved, "maintenance")
 
+    def tell_up(**_: Any) -> None:
+        _tell_up(resolved, "the maintenance process is up", is_of_serve)
+
     setup_logging.connect(keep_ours)
+    worker_ready.connect(tell_up)
     vars(celery_worker)["safe_say"] = lambda message, *_: log.info(message)  # its own writes past all loggers
     warnings.filterwarnings("ignore", "(?s).*superuser privileges")  # which matter where messages are unpickled
     options = ["--beat", "--pool", "solo", "--without-gossip", "--without-mingle"]
     return app.start(["--quiet", "worker", *options]) or 0
+
+
+def _tell_up(resolved: Resolved, what: str, is_of_serve: bool) -> None:
+    """`serve` has a ready line of its own, for all of its processes."""
+    level = logging.DEBUG if is_of_serve else logging.INFO
+    log.log(level, "%s, with Redis at %s", what, shown("redis_url", resolved.config.redis.redis_url))
 
 
 def _demand_fit_redis(url: str) -> None:

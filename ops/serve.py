@@ -151,7 +151,7 @@ class _Serve:
         environment = role_environment(self._config, MAINTENANCE_SECTIONS, os.environ)
         command = Command(
             "maintenance",
-            role("maintenance"),
+            role("maintenance", "--of-serve"),
             environment,
             stop_timeout=MAINTENANCE_STOP_SECONDS,
             not_before=self._is_up.wait,

@@ -118,7 +118,9 @@ def test_a_server_with_a_dead_part_ends_with_an_error(monkeypatch: pytest.Monkey
     app = FastAPI(lifespan=life)
     app.state.service = service
     monkeypatch.setattr("api.server.create_app", lambda config, redis_config: app)
-    assert run_api(ApiConfig(), RedisConfig(), listen()) == (1 if dies else 0)
+    told: list[str] = []
+    assert run_api(ApiConfig(), RedisConfig(), listen(), lambda: told.append("up")) == (1 if dies else 0)
+    assert told == ["up"]
 
 
 @pytest.mark.parametrize(
@@ -133,4 +135,4 @@ def test_a_server_with_a_dead_part_ends_with_an_error(monkeypatch: pytest.Monkey
 )
 def test_unusable_settings_end_the_server_with_status_78(config: ApiConfig) -> None:
     with listen() as listener:
-        assert run_api(config, RedisConfig(), listener) == os.EX_CONFIG
+        assert run_api(config, RedisConfig(), listener, lambda: pytest.fail("it is not up")) == os.EX_CONFIG

@@ -382,6 +382,8 @@ def test_logs_are_json_with_request_ids_and_without_prompts(calm_server: Serving
     (configuration,) = [record["config"] for record in records if record["message"] == "configuration"]
     assert configuration["load_format"] == {"value": "null", "source": "command line --load-format"}
     assert configuration["redis_url"]["source"] == "embedded Valkey" and ":***@" in configuration["redis_url"]["value"]
+    assert configuration["weights_cache_dir"] == {"value": None, "source": "default"}
+    assert not any(record["logger"] == "ops.roles" for record in records), "of the processes that are up `serve` tells alone"
 
 
 def test_the_real_model_answers(smollm2_gguf: Path, tmp_path: Path) -> None:
