@@ -44,13 +44,10 @@ def check_template_fields(request: TemplateFields) -> None:
 
 
 def _check_tools(request: TemplateFields) -> None:
-    if request.tools is not None and not request.tools:
-        message = "`tools` must not be an empty array. Either provide at least one tool or omit the field entirely."
-        raise BadRequest(message, param="tools")
-    if request.tools:
+    if request.tools is not None:
         raise BadRequest("Tool calling is not supported by this server: omit `tools`.", param="tools")
     if request.tool_choice is not None and request.tool_choice != "none":
-        raise BadRequest("When using `tool_choice`, `tools` must be set.", param="tool_choice")
+        raise BadRequest("Tool calling is not supported by this server: omit `tool_choice`.", param="tool_choice")
 
 
 def _check_common(request: SamplingFields, limits: RequestLimits) -> None:
@@ -85,9 +82,6 @@ def _check_salt(salt: str | None) -> None:
 def _check_structure(request: SamplingFields) -> None:
     wanted = request.response_format
     if wanted is not None and wanted.type != "text":
-        if wanted.type == "json_schema" and wanted.json_schema is None:
-            message = "When response_format type is 'json_schema', the 'json_schema' field must be provided."
-            raise BadRequest(message, param="response_format")
         message = f"response_format of type '{wanted.type}' is not supported: structured outputs are not available yet."
         raise BadRequest(message, param="response_format")
     if request.structured_outputs:
