@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -133,8 +132,8 @@ class Scheduler:
         return self._commit(draft, rows, num_tokens)
 
     def _make_draft(self, now: float) -> StepDraft:
-        room = Room(self.max_num_batched_tokens, self._pace.affordable, self._cost, self._cost.per_step)
-        return StepDraft(self._step, now, room, replace(room))
+        limits = (self.max_num_batched_tokens, self._pace.affordable, self._cost, self._cost.per_step)
+        return StepDraft(self._step, now, Room(*limits), Room(*limits))
 
     def _schedule_running(self, draft: StepDraft) -> tuple[Rows, Counts]:
         table = self.rows
@@ -145,7 +144,8 @@ class Scheduler:
         num_tokens = np.minimum(known - computed, most)
         if self._steps_out:  # the last token of a request may be on its way: nothing is left to compute
             num_tokens[known >= table.max_tokens[rows]] = 0
-        if (num_tokens > 1).any() or (len(self.waiting) and table.num_free):
+        any_prompts = (num_tokens > 1).any()
+        if any_prompts or (len(self.waiting) and table.num_free):
             num_tokens = self._shares.divide(draft, rows, num_tokens, computed, most)
         elif int(num_tokens.sum()) > draft.room.tokens:
             num_tokens = clip(num_tokens, draft.room.tokens)
@@ -155,7 +155,7 @@ class Scheduler:
             kept = num_tokens[:num_kept].nonzero()[0]
             rows, computed, num_tokens = rows[kept], computed[kept], num_tokens[kept]
         draft.room.take_all(num_tokens, computed)
-        for index in (num_tokens > 1).nonzero()[0].tolist():
+        for index in (num_tokens > 1).nonzero()[0].tolist() if any_prompts else ():
             self.kv.announce(table.request(int(rows[index])), int(computed[index]), int(num_tokens[index]), draft.step)
         return rows, num_tokens
 
@@ -258,7 +258,8 @@ class Scheduler:
         table.last_token_time[rows] = now
         outputs.clients, outputs.handles, outputs.choices = table.clients[rows], table.handles[rows], table.choices[rows]
         outputs.offsets, outputs.token_ids = offsets.astype(np.int32), token_ids
-        num_prompt_tokens = int((np.minimum(after, prompts) - np.minimum(before, prompts)).sum())
+        of_prompts = before < prompts
+        num_prompt_tokens = int((np.minimum(after, prompts) - before)[of_prompts].sum()) if of_prompts.any() else 0
         self.statistics.step_returned(num_prompt_tokens, len(rows), output.forward_seconds)
         for row in rows[offsets == 0].tolist():
             request = table.request(row)
