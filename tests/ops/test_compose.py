@@ -180,8 +180,11 @@ def chat_and_lose_the_engine(client: httpx.Client) -> None:
     (engine,) = json.loads(compose("exec", "api", "headrace", "engines", "--json").stdout)
     # from inside: what `docker compose kill` ends counts as stopped by hand and is not started again
     compose("exec", "engine", "sh", "-c", "kill -9 $(cat /proc/1/task/1/children)")
-    until(lambda: client.get("/health").status_code == 503, 30)
-    until(lambda: client.get("/health").status_code == 200, 180)
+
+    def replaced() -> bool:
+        live = json.loads(compose("exec", "api", "headrace", "engines", "--json").stdout)
+        return len(live) == 1 and live[0]["incarnation"] > engine["incarnation"]
+
+    until(replaced, 180)
+    until(lambda: client.get("/health").status_code == 200, 10)
     assert client.post("/v1/chat/completions", json=body).raise_for_status().json()["choices"] == chat["choices"]
-    (replacement,) = json.loads(compose("exec", "api", "headrace", "engines", "--json").stdout)
-    assert replacement["incarnation"] > engine["incarnation"]
