@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import pytest
 
@@ -18,7 +19,8 @@ def test_parts_and_processes_are_measured() -> None:
         assert 0 < parts["calm"] <= parts["sum"] < sum(parts.values())
         steps_a_second, engine, main_thread, worker, valkey = map(float, measure_process(url, 4, 50, "mp"))
     assert steps_a_second > 0 and valkey > 0
-    assert engine >= main_thread >= 0 and worker >= 0
+    tick = 1000 / os.sysconf("SC_CLK_TCK") / 50  # ms a step: the system counts a process's time in ticks, and each count by itself
+    assert engine + 1.01 * tick >= main_thread >= 0 and worker >= 0
 
 
 def test_a_worker_in_the_engine_s_process_has_no_time_of_its_own() -> None:
