@@ -33,7 +33,8 @@ def run_engine(config: EngineConfig, progress_fd: int | None = None, shutdown_ti
             executor.launch()
             from engine.runtime.serving import serve  # when the workers have begun: its imports take time
 
-            return serve(config, executor, progress, signals, shutdown_timeout)
+            serve(config, executor, progress, signals, shutdown_timeout)
+            return 0
         finally:
             executor.shutdown()
     except (DoesNotFit, CheckpointError, UnfitRedis, UnsupportedConfiguration) as error:

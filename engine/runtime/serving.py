@@ -27,28 +27,24 @@ from gpu.executor import Executor
 logger = logging.getLogger(__name__)
 
 
-def serve(config: EngineConfig, executor: Executor, progress: Progress, signals: StopSignals, shutdown_timeout: float) -> int:
-    """Serves until told to stop, on the executor's workers, which may load yet; the executor is shut down in the end."""
+def serve(config: EngineConfig, executor: Executor, progress: Progress, signals: StopSignals, shutdown_timeout: float) -> None:
+    """Serves until told to stop, on the executor's workers, which may load yet. The caller shuts the executor down."""
     bundle = tokenizer_bundle(config)
     name = (config.served_model_name or [model_name(config.model.model)])[0]
     clock = BusClock()
     core = EngineCore(config, progress.loading, clock, executor)
-    try:
-        with Bus(config.redis.redis_url) as bus:
-            tokenizer = hashlib.sha256(encode(bundle)).hexdigest()
-            bus.run(put_tokenizer(name, tokenizer, bundle))
-            clock.ask(bus)
-            info = engine_info(config, core, name, tokenizer)
-            info.slot, info.incarnation = bus.run(leases.claim_slot(name, info, wanted=config.parallel.data_parallel_rank))
-            bus.run(transitions.fail_engine(name, info.slot, info.incarnation - 1))
-            loop = connect(core, bus, info, clock)
-            signals.obey_with(lambda: loop.stop(shutdown_timeout))
-            logger.info("%s", describe(info))
-            progress.say("ready", model=name, slot=info.slot, max_model_len=info.max_model_len, num_blocks=info.num_blocks)
-            loop.run()
-        return 0
-    finally:
-        core.shutdown()
+    with Bus(config.redis.redis_url) as bus:
+        tokenizer = hashlib.sha256(encode(bundle)).hexdigest()
+        bus.run(put_tokenizer(name, tokenizer, bundle))
+        clock.ask(bus)
+        info = engine_info(config, core, name, tokenizer)
+        info.slot, info.incarnation = bus.run(leases.claim_slot(name, info, wanted=config.parallel.data_parallel_rank))
+        bus.run(transitions.fail_engine(name, info.slot, info.incarnation - 1))
+        loop = connect(core, bus, info, clock)
+        signals.obey_with(lambda: loop.stop(shutdown_timeout))
+        logger.info("%s", describe(info))
+        progress.say("ready", model=name, slot=info.slot, max_model_len=info.max_model_len, num_blocks=info.num_blocks)
+        loop.run()
 
 
 def connect(core: EngineCore, bus: Bus, info: EngineInfo, clock: BusClock) -> EngineLoop:
