@@ -155,8 +155,10 @@ class Scheduler:
             kept = num_tokens[:num_kept].nonzero()[0]
             rows, computed, num_tokens = rows[kept], computed[kept], num_tokens[kept]
         draft.room.take_all(num_tokens, computed)
-        for index in (num_tokens > 1).nonzero()[0].tolist() if any_prompts else ():
-            self.kv.announce(table.request(int(rows[index])), int(computed[index]), int(num_tokens[index]), draft.step)
+        if any_prompts:
+            for row, start, count in zip(rows.tolist(), computed.tolist(), num_tokens.tolist(), strict=True):
+                if count > 1:
+                    self.kv.announce(table.request(row), start, count, draft.step)
         return rows, num_tokens
 
     def _schedule_waiting(self, draft: StepDraft) -> None:
