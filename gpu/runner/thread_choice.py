@@ -48,9 +48,8 @@ class _Way:
         self.taken: deque[float] = deque(maxlen=TRIAL_STEPS)  # seconds of its last steps
 
     def seconds(self) -> float:
-        """Of a step, on average; 0: not known."""
-        usual = sorted(self.taken)[: len(self.taken) - len(self.taken) // 8]
-        return fmean(usual) if usual else 0.0
+        """Of a step, on average; some were measured."""
+        return fmean(sorted(self.taken)[: len(self.taken) - len(self.taken) // 8])
 
 
 class _Size:
@@ -68,11 +67,16 @@ class _Size:
         return self._way
 
     def _decide(self) -> None:
-        if self._is_trial and self._other.taken:
+        if not self._way.taken:  # none of its steps was followed at once: they tell nothing
+            self._left = TRIAL_STEPS
+        elif self._is_trial and self._other.taken:
             self._is_trial, self._left = False, KEPT_STEPS
-            if self._way.seconds() < self._other.seconds():
-                return
+            if self._other.seconds() <= self._way.seconds():
+                self._swap()
         else:
             self._is_trial, self._left = True, TRIAL_STEPS
             self._other.taken.clear()
+            self._swap()
+
+    def _swap(self) -> None:
         self._way, self._other = self._other, self._way

@@ -63,3 +63,12 @@ def test_a_step_or_two_that_were_interrupted_decide_nothing():
     machine.now += 1000.0
     machine.steps(2 * TRIAL_STEPS - TRIAL_STEPS // 2)
     assert set(machine.steps(KEPT_STEPS)) == {2}
+
+
+def test_steps_none_of_which_is_followed_at_once_have_all_threads():
+    """As where the engine computes in its own process, which rests after each step."""
+    machine, chosen = Machine(2.0, 3.0), []
+    for _ in range(3 * TRIAL_STEPS):
+        chosen += machine.steps(1)
+        machine.choice.leave()
+    assert set(chosen) == {2}
