@@ -82,6 +82,13 @@ def engine(start_engine: Callable[..., RunningEngine]) -> RunningEngine:
 
 
 @pytest.fixture
+def slow_engine(start_engine: Callable[..., RunningEngine], monkeypatch: pytest.MonkeyPatch) -> RunningEngine:
+    """A request for 450 tokens runs on it for 9 seconds: it is there whatever comes meanwhile."""
+    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
+    return start_engine()
+
+
+@pytest.fixture
 async def client(redis_url: str) -> AsyncIterator[AsyncClient]:
     failures: list[BaseException] = []
     async with AsyncBus(redis_url) as bus:

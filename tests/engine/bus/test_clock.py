@@ -15,7 +15,7 @@ from engine.client.client import AsyncClient
 from ops.tables import duration
 from tests.engine.bus.ledger_world import World
 from tests.engine.conftest import MODEL, RunningEngine
-from tests.engine.runtime.test_loop import add, make_request
+from tests.engine.runtime.null_requests import add, make_request
 
 HOUR = 3600.0
 MARKS = ("enqueued", "received", "scheduled", "first_token", "last_token", "finished")

@@ -17,7 +17,7 @@ from engine.client.client import AsyncClient
 from engine.protocol import FinishReason
 from engine.runtime.intake import Intake
 from tests.engine.conftest import MODEL, RunningEngine
-from tests.engine.runtime.test_loop import add, expected, make_request, settled
+from tests.engine.runtime.null_requests import add, expected, make_request, settled
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from engine.runtime.capacity import Limits
 from engine.runtime.kv_pressure import KVPressure
 from tests.engine.conftest import RunningEngine
 from tests.engine.following import Follower
-from tests.engine.runtime.test_loop import add, make_request
+from tests.engine.runtime.null_requests import add, make_request
 from tests.waiting import wait_for_async
 
 
