@@ -17,8 +17,9 @@ from engine.bus import control, keys, transitions
 from engine.bus.call import BusUnavailable, Call
 from engine.bus.connection import Bus
 from engine.bus.transitions import Taken
-from engine.protocol import INVALID_REQUEST, ControlCommand, EngineCoreRequest, decode_request
+from engine.protocol import INVALID_REQUEST, Abort, ControlCommand, EngineCoreRequest, decode_request
 from engine.runtime.core import EngineCore, Unrunnable
+from engine.runtime.folding import FoldedOutput
 from engine.scheduling.request import Request
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ class Arrival:
 
     source: EngineCoreRequest
     choices: list[Request]
+    folded: FoldedOutput | None = None  # what dead engines made of it: the choices go on behind that
+    orders: tuple[Abort, ...] = ()  # ends that were ordered of a dead engine
 
 
 class Intake:
