@@ -56,6 +56,9 @@ class Service:
             config.trust_request_chat_template,
             config.special_tokens_in_messages,
             self.models.template_defaults,
+            config.enable_force_include_usage,
+            config.enable_prompt_tokens_details,
+            config.return_tokens_as_token_ids,
         )
         self.limits = AdmissionLimits(config.max_num_queued_reqs, config.max_num_queued_tokens)
         self.draining = False

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from fastapi import Request
+from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -25,10 +26,10 @@ from api.response.answer import WholeAnswer, whole_response
 from api.response.chunk_format import AnswerFormat
 from api.response.generation import Generation
 from api.response.sse import EventSink, EventStream
-from engine.bus.enqueue import Refused, RequestFacts
+from engine.bus.enqueue import Refused
 from engine.client.client import AsyncClient
 from engine.config import ApiConfig
-from engine.protocol import PROTOCOL_VERSION, EngineCoreRequest, encode_column
+from engine.protocol import PROTOCOL_VERSION, EngineCoreRequest, RequestFacts, encode_column
 
 B = TypeVar("B", bound=SamplingFields)
 
@@ -41,7 +42,7 @@ async def generate(
     request: Request,
     body: B,
     prepare: Callable[[B, ServedModel, RequestRules], Task],
-    format: Callable[[B, Generation, ApiConfig], AnswerFormat],
+    format: Callable[[Generation, ApiConfig], AnswerFormat],
     in_place: bool = False,
 ) -> Response:
     """Prepare `body`, enqueue it and answer in `format`. `in_place`: preparing it takes less time than a thread costs.
@@ -53,7 +54,7 @@ async def generate(
     model = await service.models.resolve(service.client, body.model)
     task = prepare(body, model, service.rules) if in_place else await service.prepare(request, prepare, body, model)
     generation = _make_generation(request, task, body.request_id)
-    return await _answer(request, generation, format(body, generation, service.config))
+    return await _answer(request, generation, format(generation, service.config))
 
 
 def _admit(service: Service) -> None:
@@ -87,10 +88,19 @@ async def _submit(request: Request, generation: Generation) -> None:
     service = service_of(request)
     _admit(service)
     task = generation.task
-    requests = _engine_requests(request.scope, principal_of(request), service.client, task, generation.internal_ids)
-    facts = RequestFacts(generation.external_id, service.config.record_retention, task.endpoint, task.stream, task.model.name)
+    facts = RequestFacts(
+        generation.external_id,
+        service.config.record_retention,
+        task.endpoint,
+        task.stream,
+        task.model.name,
+        generation.arrival,
+        num_prompts=len(task.prompts),
+        answer=task.answer,
+    )
+    requests = _engine_requests(request.scope, principal_of(request), service.client, generation, facts)
     try:
-        streams = await service.client.add(task.model.canonical_name, requests, generation.runs, facts, service.limits)
+        streams = await service.client.add(task.model.canonical_name, requests, generation.runs, service.limits)
     except Refused as refusal:
         service.metrics.refused(task.model.first_name, refusal.reason)
         raise _refusal_error(refusal) from refusal
@@ -102,8 +112,10 @@ def _answer_headers(generation: Generation) -> dict[str, str]:
 
 
 def _engine_requests(
-    scope: Scope, principal: Principal, client: AsyncClient, task: Task, ids: list[str]
+    scope: Scope, principal: Principal, client: AsyncClient, generation: Generation, facts: RequestFacts
 ) -> list[EngineCoreRequest]:
+    """`facts`: all but what differs from prompt to prompt."""
+    task = generation.task
     priority = _priority(scope, task.priority)
     if not task.model.takes_priorities:
         priority = 0
@@ -121,8 +133,11 @@ def _engine_requests(
             principal.tenant,
             salt,
             trace,
+            replace(facts, place=place, prompt_text=prompt.text),
         )
-        for internal_id, prompt, sampling in zip(ids, task.prompts, task.sampling, strict=True)
+        for place, (internal_id, prompt, sampling) in enumerate(
+            zip(generation.internal_ids, task.prompts, task.sampling, strict=True)
+        )
     ]
 
 

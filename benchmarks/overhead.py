@@ -25,7 +25,7 @@ from rich.table import Table
 from engine.bus import keys, leases
 from engine.bus.clock import BusClock
 from engine.bus.connection import Bus
-from engine.bus.enqueue import AdmissionLimits, RequestFacts, enqueue
+from engine.bus.enqueue import AdmissionLimits, enqueue
 from engine.config import EngineConfig, SchedulerConfig
 from engine.protocol import PROTOCOL_VERSION, EngineCoreOutputs, EngineCoreRequest, decode_client_message, encode_column
 from engine.runtime.core import EngineCore
@@ -239,7 +239,7 @@ def measure_process(url: str, size: int, num_steps: int, backend: str) -> list[s
                 )
                 for index in range(size)
             ]
-            bus.run(enqueue(MODEL, requests, RequestFacts("overhead", retention=600), AdmissionLimits()))
+            bus.run(enqueue(MODEL, requests, AdmissionLimits()))
 
             def hear(count: int) -> None:
                 while count:

@@ -47,6 +47,42 @@ class RequestTimes(msgspec.Struct, array_like=True):
     num_preemptions: int = 0
 
 
+class AnswerOptions(msgspec.Struct, array_like=True, frozen=True):
+    """How an answer is written from its tokens. It travels with the request, so that any API server can go on writing it."""
+
+    stop: list[str] = []  # stop strings
+    include_stop: bool = False  # the answer shows the stop string that ended it, and stop tokens
+    skip_special_tokens: bool = True
+    echo: bool = False  # a text completion begins with its prompt
+    logprobs: int | None = None  # most likely tokens to show beside each token; -1: all; None: no logprobs are shown
+    prompt_logprobs: bool = False  # shown in a member of their own
+    token_ids: bool = False  # shown beside the text
+    tokens_as_ids: bool = False  # logprobs show `token_id:N` instead of a token's text
+    usage_at_end: bool = False  # a stream's last chunk has the usage
+    usage_continuous: bool = False  # every chunk has its choice's usage
+    usage_details: bool = False  # usage counts cached tokens too
+    role: str = ""  # of a chat's answer
+    prefix: str = ""  # of a chat's answer: the message that it continues, where that is to be echoed
+
+
+class RequestFacts(msgspec.Struct, array_like=True, frozen=True):
+    """What the engine does not need of a request: its record is made of this, and any API server can go on with the answer."""
+
+    external_id: str = ""  # the id that the client knows it by; several requests may share one. "": the request's own
+    retention: float = 3600.0  # seconds that the record is kept after the request's end, whichever process ends it
+    endpoint: str = ""
+    stream: bool = False
+    model: str = ""  # the name that the client asked for; "": the canonical one
+    created: float = 0.0  # epoch seconds at which the HTTP request came
+    grace: float = 0.0  # seconds that it goes on without an API server that listens; 0.0: it ends with its connection
+    place: int = 0  # of the prompt in the HTTP request's list
+    num_prompts: int = 1  # of that list
+    prompt_text: str | None = None  # where the answer shows it
+    idempotency_key: str = ""  # the Idempotency-Key of the HTTP request
+    body_hash: str = ""  # of the HTTP request, where it has such a key
+    answer: AnswerOptions = AnswerOptions()
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, frozen=True):
     """API server to engine: one prompt with its `sampling.n` choices. Raises ValueError (decoded: msgspec.ValidationError) for what
     cannot be a request."""
@@ -55,12 +91,13 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, frozen=True):
     request_id: str  # internal: the client's id, "-", 8 random hex digits
     prompt_token_ids: bytes  # int32 column
     sampling: SamplingParams
-    client: str  # incarnation of the API server that listens for the outputs
+    client: str  # incarnation of the API server that listened first; the record has the one that listens now
     handle: Int64  # that server's own number for the request; outputs carry it instead of the id
     priority: Int64 = 0  # lower is earlier
     tenant: str = ""
     cache_salt: str = ""
     trace_headers: dict[str, str] = {}
+    facts: RequestFacts = RequestFacts()
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids or len(self.prompt_token_ids) % 4:

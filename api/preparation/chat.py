@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from api.errors import BadRequest
 from api.model_files import ServedModel
+from api.preparation.answer_options import answer_options
 from api.preparation.rules import RequestRules
 from api.preparation.task import Task
 from api.request.prompts import Prompt, Truncation, check_truncation, render_chat, tokenize_text
@@ -13,7 +16,6 @@ from api.request.sampling_params import (
     check_logprobs,
     default_max_tokens,
     make_sampling_params,
-    stop_strings,
 )
 from api.request.schemas import ChatCompletionRequest, TemplateFields
 from api.request.validation import check_chat
@@ -47,14 +49,10 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, rules: Request
         model=model,
         prompts=[prompt],
         sampling=[sampling],
-        stop=stop_strings(body),
-        include_stop=body.include_stop_str_in_output,
-        skip_special_tokens=body.skip_special_tokens is not False,
+        answer=replace(answer_options(body, rules, logprobs), role=role, prefix=_continued(body, role) if body.echo else ""),
         stream=bool(body.stream),
         priority=body.priority,
         cache_salt=body.cache_salt or "",
-        role=role,
-        answer_prefix=_continued(body, role) if body.echo else "",
     )
 
 

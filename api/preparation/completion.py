@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from api.errors import BadRequest
 from api.model_files import ServedModel
+from api.preparation.answer_options import answer_options
 from api.preparation.rules import RequestRules
 from api.preparation.task import Task
 from api.request.limits import RequestLimits
@@ -16,7 +17,6 @@ from api.request.sampling_params import (
     default_max_tokens,
     make_sampling_params,
     resolve_seed,
-    stop_strings,
 )
 from api.request.schemas import CompletionRequest
 from api.request.validation import check_completion
@@ -46,10 +46,7 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, rules: Reque
         model=model,
         prompts=prompts,
         sampling=_sampling(body, model, rules.limits, prompts),
-        stop=stop_strings(body),
-        include_stop=body.include_stop_str_in_output,
-        skip_special_tokens=body.skip_special_tokens is not False,
-        echo=bool(body.echo),
+        answer=replace(answer_options(body, rules, body.logprobs), echo=bool(body.echo)),
         stream=bool(body.stream),
         priority=body.priority,
         cache_salt=body.cache_salt or "",
@@ -78,7 +75,7 @@ def _sampling(body: CompletionRequest, model: ServedModel, limits: RequestLimits
     limits.check_logprobs(params, num_prompt_tokens * params.n, sum(budgets) * params.n, model.limits.vocab_size)
     if body.echo or body.return_token_ids:
         limits.check_shown_prompts(num_prompt_tokens, params.n)
-    return [structs.replace(params, max_tokens=max_tokens, seed=resolve_seed(body.seed)) for max_tokens in budgets]
+    return [replace(params, max_tokens=max_tokens, seed=resolve_seed(body.seed)) for max_tokens in budgets]
 
 
 def _check_repetition(params: SamplingParams, num_prompts: int, limits: RequestLimits) -> None:

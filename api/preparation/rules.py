@@ -16,3 +16,6 @@ class RequestRules:
     trust_request_chat_template: bool = False
     special_tokens_in_messages: bool = False
     template_defaults: dict[str, Any] = field(default_factory=dict)
+    force_include_usage: bool = False  # streams tell their usage, asked or not
+    prompt_tokens_details: bool = False
+    tokens_as_token_ids: bool = False  # in logprobs, where the request does not say it

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from api.model_files import ServedModel
 from api.request.prompts import Prompt
-from engine.protocol import SamplingParams
+from engine.protocol import AnswerOptions, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -17,15 +17,10 @@ class Task:
     model: ServedModel
     prompts: list[Prompt]
     sampling: list[SamplingParams]  # one a prompt: max_tokens depends on what room the prompt leaves
-    stop: list[str] = field(default_factory=list)
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    echo: bool = False  # the prompt is part of the answer's text
+    answer: AnswerOptions = AnswerOptions()
     stream: bool = False
     priority: int = 0
     cache_salt: str = ""  # of the body; the engine's is derived from it and the tenant
-    role: str = ""  # of a chat's answer
-    answer_prefix: str = ""  # of a chat's answer: the message that it continues, where that is to be echoed
 
     @property
     def n(self) -> int:

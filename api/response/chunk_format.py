@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Raw
 
-from api.request.schemas import SamplingFields
 from api.response.generation import Generation
 from api.response.logprobs import Json, LogprobsFormatter
 from api.response.output_processor import ChoiceOutput
@@ -42,25 +40,6 @@ class ChunkFrame:
         return b"%b%b]%b}\n\n" % (self._head, choices, tail)
 
 
-@dataclass(frozen=True)
-class UsageOptions:
-    """`at_end`: a last chunk with the usage; `continuous`: usage in every chunk; `details`: cached tokens too."""
-
-    at_end: bool = False
-    continuous: bool = False
-    details: bool = False
-
-    @classmethod
-    def of(cls, request: SamplingFields, config: ApiConfig) -> UsageOptions:
-        details = config.enable_prompt_tokens_details
-        if config.enable_force_include_usage:
-            return cls(True, True, details)
-        options = request.stream_options
-        if options is None or not options.include_usage:
-            return cls(details=details)
-        return cls(True, options.continuous_usage_stats, details)
-
-
 class AnswerFormat(ABC):
     """The look of one endpoint's answers, streamed and whole."""
 
@@ -70,17 +49,15 @@ class AnswerFormat(ABC):
     text_item: tuple[bytes, bytes]  # the item of a chunk of text alone, before and behind the text; `%d` is the choice's index
     no_text: ClassVar[dict[str, Any]]  # the member of a chunk's item that has the text, without any
 
-    def __init__(self, body: SamplingFields, generation: Generation, config: ApiConfig, text_only: bool) -> None:
-        """`text_only`: outputs show nothing else, because neither logprobs nor token ids nor an echo are asked for."""
+    def __init__(self, generation: Generation, config: ApiConfig) -> None:
         self._generation = generation
         self._task = task = generation.task
-        self._usage = UsageOptions.of(body, config)
-        as_ids = body.return_tokens_as_token_ids
-        self._logprobs = LogprobsFormatter(task.model.tokenizer, config.return_tokens_as_token_ids if as_ids is None else as_ids)
+        self._answer = answer = task.answer
+        self._logprobs = LogprobsFormatter(task.model.tokenizer, answer.tokens_as_ids)
         self._fingerprint = system_fingerprint(task.model.fingerprint)
         self._id = f"{self.id_prefix}-{generation.external_id}"
         self._frame = ChunkFrame(self._id, self.chunk_object, generation.created, task.model.name)
-        self._text_only = text_only
+        self._text_only = answer.logprobs is None and not answer.token_ids and not answer.echo
         self._shows_times = config.enable_per_request_metrics
         self._ends: dict[int, tuple[bytes, bytes]] = {}  # by choice: a chunk of text before and behind the text
 
@@ -98,7 +75,7 @@ class AnswerFormat(ABC):
         else:
             chunks = self._text_chunk(output) if output.text else b""
         if output.finish_reason is not None:
-            more = {} if self._usage.at_end else {"system_fingerprint": self._fingerprint}
+            more = {} if self._answer.usage_at_end else {"system_fingerprint": self._fingerprint}
             chunks += self._chunk(output.index, encode_json(self._last_item(output)), **more)
         return chunks
 
@@ -121,25 +98,25 @@ class AnswerFormat(ABC):
 
     def closing(self) -> Iterator[bytes]:
         """Chunks behind the last output."""
-        if self._usage.at_end:
+        if self._answer.usage_at_end:
             yield self._frame.chunk(b"", usage=self._whole_usage(), system_fingerprint=self._fingerprint, **self._times())
 
     def _chunk(self, index: int, choice: bytes, **more: Any) -> bytes:
         """A chunk about choice `index`, which is `choice`, encoded."""
-        if self._usage.continuous:
+        if self._answer.usage_continuous:
             more["usage"] = self._usage_of(index, self._generation.choices[index].num_tokens)
         return self._frame.chunk(choice, **more)
 
     def _opening_chunk(self, index: int, choice: bytes, **more: Any) -> bytes:
         """A chunk that shows no token, sent when the first one has come."""
-        if self._usage.continuous:
+        if self._answer.usage_continuous:
             more["usage"] = self._usage_of(index, 0)
         return self._frame.chunk(choice, **more)
 
     def _text_chunk(self, output: ChoiceOutput) -> bytes:
         """A chunk with nothing but text. All around the text is made once a choice."""
         index, text = output.index, encode_json(output.text)
-        if self._usage.continuous:
+        if self._answer.usage_continuous:
             before, after = self.text_item
             return self._chunk(index, before % index + text + after)
         if index not in self._ends:
@@ -183,7 +160,7 @@ class AnswerFormat(ABC):
         return {"metrics": times_as_json(self._generation)} if self._shows_times else {}
 
     def _whole_usage(self) -> dict[str, Any]:
-        return self._generation.usage.as_json(self._usage.details)
+        return self._generation.usage.as_json(self._answer.usage_details)
 
     def _usage_of(self, index: int, num_tokens: int) -> dict[str, Any]:
         """The usage of one choice, with its own prompt's tokens."""

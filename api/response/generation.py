@@ -166,19 +166,20 @@ class PromptRun:
         self._task = task
         self._score_only = task.score_only
         self._sampling = task.sampling[place]
-        echo_len = len(self.echo_text()) if task.echo else 0
+        self._answer = answer = task.answer
+        echo_len = len(self.echo_text()) if answer.echo else 0
         self.choices = [self._make_choice(place * task.n + choice, echo_len) for choice in range(task.n)]
         lacks_logprobs = self._sampling.prompt_logprobs is not None and not self.logprobs.complete
         # An echo begins with the logprobs of its prompt: outputs that come before them are held. None: nothing is held.
-        self._held: list[ChoiceOutput] | None = [] if task.stream and task.echo and lacks_logprobs else None
+        self._held: list[ChoiceOutput] | None = [] if task.stream and answer.echo and lacks_logprobs else None
 
     def _make_choice(self, index: int, echo_len: int) -> Choice:
-        task, sampling = self._task, self._sampling
+        answer, sampling = self._answer, self._sampling
         return Choice(
             index,
-            task.model.tokenizer.detokenizer(self.prompt.token_ids, task.skip_special_tokens, keep_prompt_tail=task.echo),
-            task.stop,
-            task.include_stop,
+            self._task.model.tokenizer.detokenizer(self.prompt.token_ids, answer.skip_special_tokens, keep_prompt_tail=answer.echo),
+            answer.stop,
+            answer.include_stop,
             sampling.min_tokens,
             frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(sampling.eos_token_ids)),
             echo_len,

@@ -32,10 +32,8 @@ class CompletionFormat(AnswerFormat):
     text_item = b'{"index":%d,"text":', b',"logprobs":null,"finish_reason":null}'
     no_text: ClassVar = {"text": ""}
 
-    def __init__(self, body: CompletionRequest, generation: Generation, config: ApiConfig) -> None:
-        text_only = body.logprobs is None and not body.return_token_ids and not body.echo
-        super().__init__(body, generation, config, text_only)
-        self._body = body
+    def __init__(self, generation: Generation, config: ApiConfig) -> None:
+        super().__init__(generation, config)
         self._begun = [False] * self._task.num_choices
 
     # Streamed
@@ -45,7 +43,7 @@ class CompletionFormat(AnswerFormat):
 
     def _num_logprobs(self, output: ChoiceOutput) -> int:
         own = super()._num_logprobs(output)
-        if self._begun[output.index] or not self._body.echo or self._body.logprobs is None:
+        if self._begun[output.index] or not self._answer.echo or self._answer.logprobs is None:
             return own
         return own + self._generation.runs[output.index // self._task.n].logprobs.num_logprobs
 
@@ -58,15 +56,15 @@ class CompletionFormat(AnswerFormat):
         return self._chunk(output.index, encode_json(self._choice(output, first)))
 
     def _choice(self, output: ChoiceOutput, first: bool) -> dict[str, Any]:
-        body, prompt = self._body, output.index // self._task.n
+        answer, prompt = self._answer, output.index // self._task.n
         text, entries = output.text, output.logprobs
-        if first and body.echo:
+        if first and answer.echo:
             text = self._generation.runs[prompt].echo_text() + text
             entries = [*self._prompt_entries(prompt), *entries]
         choice: dict[str, Any] = {"index": output.index, "text": text, "logprobs": None, "finish_reason": None}
-        if body.logprobs is not None:
-            choice["logprobs"] = self._logprobs.completion(entries, body.logprobs)
-        if body.return_token_ids:
+        if answer.logprobs is not None:
+            choice["logprobs"] = self._logprobs.completion(entries, answer.logprobs)
+        if answer.token_ids:
             choice["token_ids"] = output.token_ids
             if first:
                 choice["prompt_token_ids"] = list(self._task.prompts[prompt].token_ids)
@@ -76,24 +74,24 @@ class CompletionFormat(AnswerFormat):
 
     def _whole_choice(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
         assert choice.finish_reason is not None
-        body, place = self._body, index // self._task.n
+        answer, place = self._answer, index // self._task.n
         text, entries = choice.text, choice.logprobs
-        if body.echo:
+        if answer.echo:
             text = self._generation.runs[place].echo_text() + text
             entries = [*self._prompt_entries(place), *entries]
         return {
             "index": index,
             "text": text,
-            "logprobs": None if body.logprobs is None else self._logprobs.completion(entries, body.logprobs),
+            "logprobs": None if answer.logprobs is None else self._logprobs.completion(entries, answer.logprobs),
             "finish_reason": str(choice.finish_reason),
             "stop_reason": choice.stop_reason,
-            "token_ids": choice.token_ids if body.return_token_ids else None,
-            "prompt_logprobs": self._prompt_logprobs(place) if body.prompt_logprobs is not None else None,
-            "prompt_token_ids": list(self._task.prompts[place].token_ids) if body.return_token_ids else None,
+            "token_ids": choice.token_ids if answer.token_ids else None,
+            "prompt_logprobs": self._prompt_logprobs(place) if answer.prompt_logprobs else None,
+            "prompt_token_ids": list(self._task.prompts[place].token_ids) if answer.token_ids else None,
         }
 
     def _prompt_entries(self, prompt: int) -> Sequence[TokenLogprobs]:
-        if self._body.logprobs is None:
+        if self._answer.logprobs is None:
             return []
         run = self._generation.runs[prompt]
         return run.logprobs.entries(self._task.model.tokenizer, run.echo_text())

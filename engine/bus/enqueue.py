@@ -15,17 +15,6 @@ MAX_EXACT = 2**53  # Lua's numbers are doubles
 
 
 @dataclass(frozen=True)
-class RequestFacts:
-    """Facts about a request for its record, which its engine does not need."""
-
-    external_id: str  # the id that the client knows it by; several requests may share one
-    retention: float  # seconds that the record is kept after the request's end, whichever process ends it
-    endpoint: str = ""
-    stream: bool = False
-    model: str = ""  # the name that the client asked for
-
-
-@dataclass(frozen=True)
 class AdmissionLimits:
     max_num_queued_reqs: int | None = None  # choices waiting or running for the model, the new ones included
     max_num_queued_tokens: int | None = None  # prompt tokens waiting for the model, before the new ones
@@ -63,9 +52,7 @@ class Refused(Exception):
                 return f"request {self.request_id} exists already"
 
 
-def enqueue(
-    model: str, requests: Sequence[EngineCoreRequest], facts: RequestFacts, limits: AdmissionLimits | None = None
-) -> Call[Enqueued | Refused]:
+def enqueue(model: str, requests: Sequence[EngineCoreRequest], limits: AdmissionLimits | None = None) -> Call[Enqueued | Refused]:
     """All of the requests or none. Sent again by the same API server under the same ids and handles, it succeeds again."""
     limits = limits or AdmissionLimits()
     arguments: list[Argument] = [
@@ -79,7 +66,7 @@ def enqueue(
     for request in requests:
         if not 0 <= request.handle < MAX_EXACT:
             raise ValueError(f"handle {request.handle} does not fit 53 bits")
-        arguments += [request.request_id, encode(request), *flat(_first_fields(request, facts, model))]
+        arguments += [request.request_id, encode(request), *flat(_first_fields(request, model))]
 
     def decode(answer: list[Any]) -> Enqueued | Refused:
         if answer[0] == b"ok":
@@ -104,11 +91,12 @@ def accepts(memory_share: float = MEMORY_SHARE) -> Call[Refused | None]:
     return Call(decode, script=script("accepts", "memory"), arguments=(memory_share,))
 
 
-def _first_fields(request: EngineCoreRequest, facts: RequestFacts, model: str) -> dict[str, Argument]:
+def _first_fields(request: EngineCoreRequest, model: str) -> dict[str, Argument]:
     """The record of a request as it comes; the script adds entry and time."""
+    facts = request.facts
     return {
         "id": request.request_id,
-        "external_id": facts.external_id,
+        "external_id": facts.external_id or request.request_id,
         "state": "queued",
         "client": request.client,
         "handle": request.handle,

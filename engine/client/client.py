@@ -21,7 +21,7 @@ from engine.bus import keys, leases, records, transitions
 from engine.bus.call import BusUnavailable, UnfitRedis
 from engine.bus.connection import AsyncBus
 from engine.bus.control import control
-from engine.bus.enqueue import AdmissionLimits, Refused, RequestFacts, enqueue
+from engine.bus.enqueue import AdmissionLimits, Refused, enqueue
 from engine.bus.records import RecordView
 from engine.bus.tokenizers import get_tokenizer
 from engine.bus.transitions import FinishOutcome
@@ -104,7 +104,6 @@ class AsyncClient:
         model: str,
         requests: list[EngineCoreRequest],
         receivers: Sequence[Receiver],
-        facts: RequestFacts,
         limits: AdmissionLimits,
     ) -> list[RequestStream]:
         """Enqueue a prompt list, whole or not at all; `receivers`, one a request, may get output before this returns.
@@ -121,7 +120,7 @@ class AsyncClient:
             stream.heard(now)
             self._streams[stream.handle] = stream
         try:
-            outcome = await self._bus.run(enqueue(model, requests, facts, limits))
+            outcome = await self._bus.run(enqueue(model, requests, limits))
         except BaseException:
             for stream in streams:
                 self._forget(stream)

@@ -13,7 +13,6 @@ from click.testing import CliRunner, Result
 
 from engine.bus import control, keys, leases, transitions
 from engine.bus.connection import Bus
-from engine.bus.enqueue import RequestFacts
 from engine.bus.enqueue import enqueue as enqueue_call
 from engine.bus.leases import ClaimedSlot
 from engine.bus.records import RecordView
@@ -25,6 +24,7 @@ from engine.protocol import (
     EngineCoreRequest,
     EngineInfo,
     FinishReason,
+    RequestFacts,
     RequestTimes,
     StoredOutput,
     encode,
@@ -57,11 +57,10 @@ def slot(bus: Bus) -> ClaimedSlot:
 
 def enqueue(bus: Bus, external_id: str, number: int) -> str:
     request_id = f"{external_id}-{number:08x}"
-    request = EngineCoreRequest(
-        PROTOCOL_VERSION, request_id, encode_column([1, 2, 3]), SamplingParams(max_tokens=16), "api", number, tenant="alice"
-    )
-    facts = RequestFacts(external_id, retention=3600, endpoint="/v1/completions", stream=True, model="alias")
-    bus.run(enqueue_call(MODEL, [request], facts))
+    sampling, facts = SamplingParams(max_tokens=16), RequestFacts(external_id, 3600, "/v1/completions", stream=True, model="alias")
+    prompt = encode_column([1, 2, 3])
+    request = EngineCoreRequest(PROTOCOL_VERSION, request_id, prompt, sampling, "api", number, tenant="alice", facts=facts)
+    bus.run(enqueue_call(MODEL, [request]))
     return request_id
 
 

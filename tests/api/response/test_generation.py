@@ -13,7 +13,7 @@ from api.request.prompts import Prompt
 from api.response.generation import Generation
 from api.response.output_processor import ChoiceOutput
 from api.text.tokenizer import TextTokenizer
-from engine.protocol import FinishedOutput, FinishReason, OutputPromptLogprobs, RequestTimes, encode_column
+from engine.protocol import AnswerOptions, FinishedOutput, FinishReason, OutputPromptLogprobs, RequestTimes, encode_column
 from gpu.plan import SamplingParams
 
 
@@ -110,7 +110,7 @@ def test_each_choice_ends_once_and_so_does_the_whole(
 def test_a_stop_string_is_told_to_the_stream_and_the_engines_word_is_waited_for(
     make: Callable[..., Generation], tokenizer: TextTokenizer, told: Recorder
 ) -> None:
-    run = make(stop=["!"]).runs[0]
+    run = make(answer=AnswerOptions(stop=["!"])).runs[0]
     assert run.take_token(0, tokenizer.encode("x")[0], None) is None
     assert run.take_token(0, tokenizer.encode("!")[0], None) == "!"
     assert (told.texts(), told.outputs[-1].stop_reason, told.ends) == ({0: "x"}, "!", [])
@@ -121,7 +121,7 @@ def test_a_stop_string_is_told_to_the_stream_and_the_engines_word_is_waited_for(
 def test_an_abort_ends_open_choices_with_their_held_text(
     make: Callable[..., Generation], tokenizer: TextTokenizer, told: Recorder
 ) -> None:
-    generation = make(n=2, stop=["abc"])
+    generation = make(n=2, answer=AnswerOptions(stop=["abc"]))
     generation.runs[0].take_token(0, tokenizer.encode("a")[0], None)
     generation.runs[0].take_end(1, end(1))
     generation.abort()
@@ -178,7 +178,7 @@ def test_an_end_before_enqueue_has_answered(make: Callable[..., Generation], tol
 
 
 def test_an_echo_waits_for_its_prompts_logprobs(make: Callable[..., Generation], tokenizer: TextTokenizer, told: Recorder) -> None:
-    run = make(echo=True, stream=True, prompt_logprobs=0).runs[0]
+    run = make(answer=AnswerOptions(echo=True), stream=True, prompt_logprobs=0).runs[0]
     token_ids = tokenizer.encode("one two")
     run.take_token(0, token_ids[0], None)
     run.take_prompt_logprobs(OutputPromptLogprobs(1, 1, encode_column([6]), encode_column([0], "float32"), encode_column([1])))
@@ -192,7 +192,7 @@ def test_an_echo_waits_for_its_prompts_logprobs(make: Callable[..., Generation],
 def test_an_echo_that_is_aborted_shows_what_it_held(
     make: Callable[..., Generation], tokenizer: TextTokenizer, told: Recorder
 ) -> None:
-    generation = make(echo=True, stream=True, prompt_logprobs=0)
+    generation = make(answer=AnswerOptions(echo=True), stream=True, prompt_logprobs=0)
     generation.runs[0].take_token(0, tokenizer.encode("one")[0], None)
     generation.abort()
     assert told.texts() == {0: "one"} and told.outputs[-1].finish_reason == FinishReason.ABORT

@@ -9,11 +9,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import redis
+from msgspec.structs import replace
 
 from engine.bus import keys, leases, records, transitions
 from engine.bus.call import Call
 from engine.bus.connection import Bus
-from engine.bus.enqueue import AdmissionLimits, Enqueued, Refused, RequestFacts, enqueue
+from engine.bus.enqueue import AdmissionLimits, Enqueued, Refused, enqueue
 from engine.bus.leases import ClaimedSlot
 from engine.bus.records import RecordView
 from engine.bus.transitions import EndedRequest, FinishOutcome, Taken
@@ -23,6 +24,7 @@ from engine.protocol import (
     EngineCoreRequest,
     EngineInfo,
     FinishReason,
+    RequestFacts,
     RequestTimes,
     StoredChoice,
     StoredOutput,
@@ -88,7 +90,7 @@ class World:
     ) -> Enqueued | Refused:
         facts = RequestFacts(external_id, retention, "/v1/completions", stream=True)
         limits = limits or AdmissionLimits(require_engine=False)
-        return self.bus.run(enqueue(self.model, requests, facts, limits))
+        return self.bus.run(enqueue(self.model, [replace(request, facts=facts) for request in requests], limits))
 
     def take_call(self, engine: Engine, count: int = 1, places: int | None = None) -> Call[list[Taken]]:
         """`places`: how many more the engine could run; None: as many as it asks for."""

@@ -6,10 +6,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from engine.bus import keys, records
 from engine.bus.connection import Bus
-from engine.bus.enqueue import AdmissionLimits, Enqueued, Refused, RequestFacts, accepts, enqueue
+from engine.bus.enqueue import AdmissionLimits, Enqueued, Refused, accepts, enqueue
 from engine.bus.queue_depth import queue_depth
 from engine.protocol import decode_request
 from tests.engine.bus.ledger_world import CLIENT, World
@@ -37,7 +38,7 @@ def test_a_request_becomes_entry_record_and_place(world: World) -> None:
     assert (record.external_id, record.endpoint, record.max_tokens) == ("chatcmpl-1", "/v1/completions", 16)
     assert record.enqueued > 0
     payload = world.raw.xrange(keys.requests(world.model))[0][1][b"payload"]
-    assert decode_request(payload) == request
+    assert replace(decode_request(payload), facts=request.facts) == request
     world.check_integrity()
 
 
@@ -80,8 +81,8 @@ def test_a_lost_answer_is_made_up_for(world: World) -> None:
         bus.run(queue_depth(world.model))
         proxy.losses = 1
         request = world.request()
-        facts, limits = RequestFacts("x", retention=600), AdmissionLimits(max_num_queued_reqs=1, require_engine=False)
-        outcome = bus.run(enqueue(world.model, [request], facts, limits))
+        limits = AdmissionLimits(max_num_queued_reqs=1, require_engine=False)
+        outcome = bus.run(enqueue(world.model, [request], limits))
         assert proxy.lost == 1
     assert isinstance(outcome, Enqueued)
     assert list(world.entries()) == outcome.entries

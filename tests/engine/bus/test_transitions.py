@@ -11,8 +11,9 @@ from collections.abc import Callable
 import pytest
 
 from engine.bus.call import Call, Fenced
-from engine.bus.enqueue import AdmissionLimits, Enqueued, Refused, RequestFacts, enqueue
+from engine.bus.enqueue import AdmissionLimits, Enqueued, Refused, enqueue
 from engine.bus.queue_depth import QueueDepth, queue_depth
+from engine.protocol import RequestFacts
 from tests.engine.bus.ledger_world import Engine, World
 
 
@@ -37,6 +38,7 @@ class Walk:
 
     def enqueue(self) -> None:
         count = self.random.choice([1, 1, 3])
+        facts = RequestFacts(f"ext{self.random.randint(0, 5)}", retention=600)
         requests = [
             self.world.request(
                 tokens=self.random.randint(1, 50),
@@ -44,12 +46,12 @@ class Walk:
                 priority=self.random.choice([0, 0, -5, 7]),
                 tenant=self.random.choice(["", "a", "b"]),
                 client=self.random.choice(["api-1", "api-2"]),
+                facts=facts,
             )
             for _ in range(count)
         ]
-        facts = RequestFacts(f"ext{self.random.randint(0, 5)}", retention=600)
         limits = AdmissionLimits(max_num_queued_reqs=40, max_num_queued_tokens=400, require_engine=False)
-        call = enqueue(self.world.model, requests, facts, limits)
+        call = enqueue(self.world.model, requests, limits)
         if isinstance(self.world.bus.run(call), Enqueued):
             self.sent.append(call)
             self.known += [request.request_id for request in requests]

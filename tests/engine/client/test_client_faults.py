@@ -5,7 +5,7 @@ from __future__ import annotations
 import redis
 
 from engine.bus import keys
-from engine.bus.enqueue import AdmissionLimits, RequestFacts
+from engine.bus.enqueue import AdmissionLimits
 from engine.client.client import AsyncClient
 from engine.client.request_stream import RequestStream
 from engine.protocol import PROTOCOL_VERSION, EngineCoreOutputs, EngineCoreRequest, FinishReason, encode, encode_column
@@ -19,9 +19,8 @@ async def generated(client: AsyncClient, request_id: str) -> tuple[EngineCoreReq
     sampling = SamplingParams(max_tokens=5, ignore_eos=True)
     prompt = encode_column([1, 2, 3])
     request = EngineCoreRequest(PROTOCOL_VERSION, request_id, prompt, sampling, client.incarnation, client.next_handle())
-    facts = RequestFacts(request_id, 600, "/v1/completions", False, MODEL)
     follower = Follower()
-    await client.add(MODEL, [request], [follower], facts, AdmissionLimits())
+    await client.add(MODEL, [request], [follower], AdmissionLimits())
     await follower.whole()
     return request, follower.num_tokens
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+from msgspec.structs import replace
 
 from engine.bus import records
-from engine.bus.enqueue import AdmissionLimits, RequestFacts
+from engine.bus.enqueue import AdmissionLimits
 from engine.client.client import AsyncClient
 from engine.protocol import (
     PROTOCOL_VERSION,
     EngineCoreRequest,
+    RequestFacts,
     encode_column,
 )
 from gpu.null import null_tokens
@@ -43,7 +45,8 @@ async def add(
     limits: AdmissionLimits = NO_LIMITS,
 ) -> list[Follower]:
     followers = [Follower(stop or {}) for _ in requests]
-    streams = await client.add(model, list(requests), followers, RequestFacts(external_id, retention=600), limits)
+    facts = RequestFacts(external_id, retention=600)
+    streams = await client.add(model, [replace(request, facts=facts) for request in requests], followers, limits)
     for follower, stream in zip(followers, streams, strict=True):
         follower.stream = stream
     return followers
