@@ -151,6 +151,9 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=1):
     logprobs: list[OutputLogprobs] = []
     prompt_logprobs: list[OutputPromptLogprobs] = []
     finished: list[FinishedOutput] = []
+    replayed: list[int] = []  # answers of a `Replay`, by handle: this message has all that the stream may lack
+    cut_short: list[int] = []  # it has not: the client asks again
+    not_held: list[int] = []  # the engine does not hold the request, or not yet
 
 
 class RequestEnded(msgspec.Struct, array_like=True, tag=2):
@@ -213,14 +216,21 @@ class Abort(msgspec.Struct, array_like=True, tag=1):
     token: str = ""
 
 
-class Replay(msgspec.Struct, array_like=True, tag=2):
-    """Publish again, to `client`, what choice `choice` has from `offset` on: a receiver saw a gap, or silence."""
+class Lack(msgspec.Struct, array_like=True):
+    """The output of one request that a receiver may lack: of each (choice, offset) the tokens from the offset on and the end, and
+    prompt logprobs from `prompt_position` on, 0: none."""
 
     request_id: str
-    choice: Count
-    offset: Count
+    handle: Int64  # the receiver's: the output comes under it
+    choices: list[tuple[Count, Count]]
+    prompt_position: Count = 0
+
+
+class Replay(msgspec.Struct, array_like=True, tag=4):
+    """Publish again, to `client`, what its streams may lack: they saw a gap, or silence. Answered by one `EngineCoreOutputs`."""
+
     client: str
-    handle: Int64
+    lacks: list[Lack]
 
 
 class Utility(msgspec.Struct, array_like=True, tag=3):

@@ -90,6 +90,33 @@ def record(model: str, request_id: str) -> Call[RecordView | None]:
     return Call(lambda answers: _parse(answers[0]), commands=(_read(model, request_id),))
 
 
+class Whereabouts(NamedTuple):
+    """The part of a record that says where the request's output is."""
+
+    state: str  # "queued" | "running" | "ended" | "unreadable"
+    engine: str = ""
+    incarnation: int = 0
+    reason: str = ""
+    error: str = ""
+
+
+def whereabouts(model: str, ids: Sequence[str]) -> Call[list[Whereabouts | None]]:
+    """Of each of these requests; None: it has no record."""
+
+    def read(values: Sequence[bytes | None] | Exception) -> Whereabouts | None:
+        if isinstance(values, Exception):
+            return Whereabouts("unreadable", error=str(values))
+        if not values[0]:
+            return None
+        state, engine, incarnation, reason, error = ((value or b"").decode(errors="replace") for value in values)
+        if incarnation and not incarnation.isdecimal():
+            return Whereabouts("unreadable", error=f"incarnation {incarnation!r}")
+        return Whereabouts(state, engine, int(incarnation or 0), reason, error)
+
+    commands = tuple(("HMGET", keys.record(model, each), *Whereabouts._fields) for each in ids)
+    return Call(lambda answers: list(map(read, answers)), commands=commands, keep_errors=True)
+
+
 def _records(model: str, ids: Sequence[bytes]) -> Call[list[RecordView]]:
     """Those of the records that still exist, in the order given; of running ones with the tokens that their engine last told of."""
 

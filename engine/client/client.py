@@ -1,7 +1,8 @@
 """The asyncio client of the bus, through which an API server adds, follows, stops and aborts requests, and asks engines.
 
 An API server has one client. The client subscribes to its own channel before it enqueues a request. It keeps the API server's
-liveness key and watches the engines' heartbeats. It repairs streams after a gap, after silence, and after every reconnect.
+liveness key and watches the engines' heartbeats. It has streams repaired after a gap, after silence, and after every reconnect
+(`engine.client.repairs`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from engine.bus.tokenizers import get_tokenizer
 from engine.bus.transitions import FinishOutcome
 from engine.client.abort import AbortResult, Replies, abort
 from engine.client.discovery import Directory, ModelHandle
-from engine.client.request_stream import FIRST_PROBE_SECONDS, Receiver, RequestStream
+from engine.client.repairs import Repairs
+from engine.client.request_stream import FIRST_PAUSE, Receiver, RequestStream
 from engine.protocol import (
     Abort,
     ClientMessage,
@@ -37,7 +39,6 @@ from engine.protocol import (
     EngineInfo,
     FinishReason,
     OutputLogprobs,
-    Replay,
     RequestEnded,
     TokenizerBundle,
     Utility,
@@ -47,6 +48,7 @@ from engine.protocol import (
 
 logger = logging.getLogger(__name__)
 
+BEAT_SECONDS = 0.5
 HOUSEKEEPING_SECONDS = 0.5
 
 
@@ -64,9 +66,10 @@ class AsyncClient:
         self._handles = itertools.count(1)
         self._streams: dict[int, RequestStream] = {}
         self._replies = Replies("")
+        self._repairs = Repairs(bus, "", self._streams, clock)
         self._incarnations: dict[str, int] = {}  # engine -> the newest incarnation heard of
         self._tasks: set[asyncio.Task[Any]] = set()  # for as long as this client lives
-        self._errands: set[asyncio.Task[Any]] = set()  # aborts and repairs that no coroutine awaits
+        self._errands: set[asyncio.Task[Any]] = set()  # aborts that no coroutine awaits
 
     # Life
 
@@ -74,12 +77,14 @@ class AsyncClient:
         """Announce this server and subscribe to its channel; raises BusUnavailable when Redis is away, UnfitRedis."""
         self.incarnation = await self._bus.run(leases.announce_api())
         self._replies = Replies(self.incarnation)
+        self._repairs = Repairs(self._bus, self.incarnation, self._streams, self._clock)
         subscribed = asyncio.get_running_loop().create_future()
         self._spawn(self._listen(subscribed), self._tasks)
         await subscribed
         await self.directory.refresh()
         await self.directory.check_admission()
-        self._spawn(self._housekeep(), self._tasks)
+        for work in (self._beat(), self._housekeep(), self._repairs.run()):
+            self._spawn(work, self._tasks)
 
     async def close(self) -> None:
         """Stop following. Maintenance ends the requests that are still open."""
@@ -159,55 +164,29 @@ class AsyncClient:
 
     # Housekeeping
 
-    async def _housekeep(self) -> None:
+    async def _beat(self) -> None:
+        """Show that this server lives. A task of its own: maintenance ends the requests of a server whose signs of life stop."""
         while True:
             try:
                 await self._bus.run(leases.beat_api(self.incarnation))
+            except BusUnavailable:
+                pass  # housekeeping tells
+            except Exception:
+                logger.exception("the heartbeat cannot be sent")
+            await asyncio.sleep(BEAT_SECONDS)
+
+    async def _housekeep(self) -> None:
+        while True:
+            try:
                 await self.directory.refresh()
                 await self.directory.check_admission()
                 await self.directory.fail_dead_engines()
-                await self._probe(self._clock())
             except BusUnavailable as error:
                 self.directory.trouble = error.trouble
                 logger.warning("%s", error)
             except Exception:  # one model or request caused it; the others go on
                 logger.exception("a round of housekeeping broke off")
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
-
-    async def _probe(self, now: float) -> None:
-        """Read the record of each request whose stream was silent for its probe interval, which doubles with each probe."""
-        for stream in list(self._streams.values()):
-            if now - stream.last_heard >= stream.probe_interval:
-                stream.probed(now)
-                await self._repair(stream)
-
-    async def _repair(self, stream: RequestStream) -> None:
-        """Ask for the output that a stream lacks, of its engine or its record. A stream whose record cannot be read ends with that
-        error. Raises BusUnavailable."""
-        try:
-            await self._catch_up(stream)
-        except BusUnavailable:
-            raise
-        except Exception:
-            logger.exception("the record of request %s cannot be read", stream.request_id)
-            stream.take_end(FinishReason.ERROR, "The request's record cannot be read.")
-
-    async def _catch_up(self, stream: RequestStream) -> None:
-        was_enqueued = stream.enqueued  # before the look: until then a record that is not there may be on its way
-        record = await self._bus.run(records.record(stream.model, stream.request_id))
-        if record is None:
-            if was_enqueued:
-                stream.take_end(FinishReason.ERROR, "The request's record is gone.")
-        elif record.state == "running":
-            for choice, offset in stream.missing_from():
-                replay = Replay(stream.request_id, choice, offset, self.incarnation, stream.handle)
-                await self._bus.run(control(stream.model, record.engine, record.incarnation, replay))
-        elif record.state == "ended":
-            stored = await self._bus.run(records.stored_output(stream.model, stream.request_id))
-            if stored:
-                stream.take_stored(stored)
-            else:
-                stream.take_end(FinishReason[record.reason.upper()], record.error or None)
 
     def _finish(self, stream: RequestStream, choice: int, reason: FinishReason, keep: int, stop_reason: str | None) -> None:
         """A stream ends a choice, or all. When this returns, the command is on its way; it is sent again until Redis has it."""
@@ -229,7 +208,7 @@ class AsyncClient:
             try:
                 async with self._bus.subscribe(keys.client_channel(self.incarnation)) as subscription:
                     if subscribed.done():
-                        self._errand(self._repair_all())
+                        self._repairs.note_cut()
                     else:
                         subscribed.set_result(None)
                     while True:
@@ -264,7 +243,7 @@ class AsyncClient:
             self._replies.take(message)
 
     def _take_outputs(self, message: EngineCoreOutputs) -> None:
-        now = self._clock()
+        next_look = self._clock() + FIRST_PAUSE
         gaps: set[int] = set()
         logprobs = _index_logprobs(message.logprobs)
         columns = (
@@ -276,8 +255,8 @@ class AsyncClient:
         for handle, choice, offset, token_id in zip(*columns, strict=True):
             stream = self._streams.get(handle)
             if stream is not None:
-                stream.last_heard = now  # as `heard` does, which is called for everything but tokens
-                stream.probe_interval = FIRST_PROBE_SECONDS
+                stream.next_look = next_look  # as `heard` does, which is called for everything but tokens
+                stream.pause = FIRST_PAUSE
                 told = logprobs.get((handle, choice, offset)) if logprobs else None
                 if not stream.take_token(choice, offset, token_id, told):
                     gaps.add(handle)
@@ -289,16 +268,11 @@ class AsyncClient:
             stream = self._streams.get(terminal.handle)
             if stream is not None and not stream.take_terminal(terminal):
                 gaps.add(terminal.handle)
-        for handle in gaps & self._streams.keys():  # a later part of the message may have ended the stream
-            self._errand(self._heal(self._streams[handle]))
-
-    async def _heal(self, stream: RequestStream) -> None:
-        with contextlib.suppress(BusUnavailable):  # the next probe asks again
-            await self._repair(stream)
-
-    async def _repair_all(self) -> None:
-        for stream in list(self._streams.values()):
-            await self._heal(stream)
+        if message.replayed or message.cut_short or message.not_held:
+            self._repairs.note_answer(message)
+        gaps.difference_update(message.replayed)  # the engine has no more
+        if gaps:
+            self._repairs.note_gaps(gaps)
 
     # Small parts
 

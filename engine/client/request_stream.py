@@ -1,7 +1,7 @@
 """One request as its client sees it: outputs in order, each exactly once, though the transport loses and repeats some.
 
 Pub/sub may drop messages and failover may repeat them. Every output carries its offset, so a stream drops what it has and knows
-what it lacks. Its client (`engine.client.client`) asks the engine for that, or takes it from the record. A stream keeps no output:
+what it lacks. Its client asks the engine for that, or takes it from the record (`engine.client.repairs`). A stream keeps no output:
 it hands each one to its receiver at once.
 """
 
@@ -15,6 +15,7 @@ from engine.protocol import (
     EngineCoreRequest,
     FinishedOutput,
     FinishReason,
+    Lack,
     OutputLogprobs,
     OutputPromptLogprobs,
     RequestTimes,
@@ -22,8 +23,8 @@ from engine.protocol import (
     decode_column,
 )
 
-FIRST_PROBE_SECONDS = 2.0
-LONGEST_PROBE_SECONDS = 16.0
+FIRST_PAUSE = 2.0  # seconds of silence after which the client asks for output
+LONGEST_PAUSE = 16.0
 
 
 class Receiver(Protocol):
@@ -64,8 +65,8 @@ class RequestStream:
         self.handle = request.handle
         self.model = model
         self.enqueued = False  # Redis has said so: the request's record exists
-        self.last_heard = 0.0  # the client's clock: when a token last came, or the client asked for output
-        self.probe_interval = FIRST_PROBE_SECONDS  # seconds of silence after which the client asks for output
+        self.next_look = 0.0  # the client's clock: when it asks for output, if none comes before
+        self.pause = FIRST_PAUSE  # seconds before that
         self._choices = [_Choice(index) for index in range(request.sampling.n)]
         self._num_open = len(self._choices)
         self._prompt_position = 1  # next prompt position whose logprobs are wanted
@@ -91,12 +92,17 @@ class RequestStream:
     # What the client's subscriber calls
 
     def heard(self, now: float) -> None:
-        self.last_heard = now
-        self.probe_interval = FIRST_PROBE_SECONDS
+        self.pause = FIRST_PAUSE
+        self.next_look = now + FIRST_PAUSE
 
-    def probed(self, now: float) -> None:
-        self.last_heard = now
-        self.probe_interval = min(2 * self.probe_interval, LONGEST_PROBE_SECONDS)
+    def looked(self, now: float) -> None:
+        """The client asks for output."""
+        self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        self.next_look = now + self.pause
+
+    def not_found(self, now: float) -> None:
+        """The engine that was asked does not hold the request, which has ended, has not arrived or has moved: look again soon."""
+        self.next_look = min(self.next_look, now + self.pause / 8)
 
     def take_token(self, choice: int, offset: int, token_id: int, logprobs: OutputLogprobs | None) -> bool:
         """Take in one output token. False: tokens before it are missing."""
@@ -165,9 +171,10 @@ class RequestStream:
         if not self.done:
             self.take_end(FinishReason.ERROR, "The record of the request ends before its output does.")
 
-    def missing_from(self) -> list[tuple[int, int]]:
-        """(choice, offset) from which each open choice lacks, or may lack, output."""
-        return [(state.index, state.num_received) for state in self._choices if not state.finished]
+    def lack(self) -> Lack:
+        """The output that has not come, or may not have."""
+        choices = [(state.index, state.num_received) for state in self._choices if not state.finished]
+        return Lack(self.request_id, self.handle, choices, self._prompt_position if self._prompt_position < self._prompt_end else 0)
 
     def _settle(self, state: _Choice) -> bool:
         terminal = state.terminal

@@ -11,18 +11,18 @@ import math
 import queue
 import time
 
-import numpy as np
-
-from engine.protocol import Abort, ControlCommand, ControlReply, EngineCoreOutputs, FinishReason, Replay, Utility, encode_column
+from engine.protocol import Abort, ControlCommand, ControlReply, FinishReason, Replay, Utility
 from engine.runtime.core import EngineCore
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.held_requests import HeldRequest, HeldRequests, output_logprobs, output_prompt_logprobs
 from engine.runtime.intake import Arrival, Intake
 from engine.runtime.kv_pressure import KVPressure
 from engine.runtime.publisher import Publisher, StepEvents
+from engine.runtime.replay import replay
 from engine.runtime.utility_calls import UtilityCalls
 from engine.scheduling.request import Request
 from engine.scheduling.step_outputs import StepOutputs
+from gpu.plan import Int32Array
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class EngineLoop:
             if isinstance(command, Abort):
                 self._abort(command, events)
             elif isinstance(command, Replay):
-                self._replay(command, events)
+                events.replays.append((command.client, replay(command, self.held, self._tokens_of)))
             else:
                 self._run_utility(command, events)
         except Exception as error:
@@ -169,22 +169,6 @@ class EngineLoop:
         if command.reply_to:
             num_tokens = 0 if held is None else self._num_output_tokens(held)
             events.replies.append((command.reply_to, ControlReply(command.token, num_tokens=num_tokens)))
-
-    def _replay(self, command: Replay, events: StepEvents) -> None:
-        held = self.held.get(command.request_id)
-        if held is None or not 0 <= command.choice < len(held.choices):
-            return  # over: the process that asked finds it in the record
-        request = held.choices[command.choice]
-        tokens = self._tokens_of(request)[command.offset :]
-        message = EngineCoreOutputs("", 0, 0, logprobs=held.logprobs[command.choice][command.offset :], finished=[])
-        message.handles = encode_column(np.full(len(tokens), command.handle), np.int64)
-        message.choices = encode_column(np.full(len(tokens), command.choice))
-        message.offsets = encode_column(np.arange(command.offset, command.offset + len(tokens)))
-        message.token_ids = encode_column(tokens)
-        message.prompt_logprobs = list(held.prompt_logprobs) if command.choice == 0 else []
-        if not held.is_open(command.choice):  # its siblings run
-            message.finished.append(held.finished_output(request))
-        events.replays.append((command.client, message))
 
     def _run_utility(self, command: Utility, events: StepEvents) -> None:
         reply = self._utilities.run(command)
@@ -239,10 +223,11 @@ class EngineLoop:
 
     # Looking
 
-    def _tokens_of(self, request: Request) -> np.ndarray:
+    def _tokens_of(self, request: Request, offset: int) -> Int32Array:
+        """A choice's output tokens so far, from the offset on."""
         if request.finish_reason is not None:
-            return request.output_token_ids
-        return self.core.scheduler.output_token_ids(request.request_id, request.choice)
+            return request.output_token_ids[offset:]
+        return self.core.scheduler.output_token_ids(request.request_id, request.choice, offset)
 
     def _publish_snapshot(self) -> None:
         """Counters, and output tokens so far of every request held, those that run apart from those that wait."""

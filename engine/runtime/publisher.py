@@ -130,7 +130,7 @@ class Publisher:
             messages=self._messages(events),
             started=[(held.source.request_id, _started_fields(held)) for held in events.started],
             ended=[_ended_request(held) for held in events.ended],
-            notices=[(keys.client_channel(client), encode(reply)) for client, reply in events.replies],
+            notices=self._notices(events),
         )
 
     def _messages(self, events: StepEvents) -> list[tuple[str, bytes]]:
@@ -143,11 +143,13 @@ class Publisher:
             self._of(by_client, client).prompt_logprobs.append(prompt_told)
         for held, request in events.ended_choices:
             self._of(by_client, request.client).finished.append(held.finished_output(request))
-        messages = [(self._clients[client], encode(message)) for client, message in by_client.items()]
-        for asker, replay in events.replays:
+        return [(self._clients[client], encode(message)) for client, message in by_client.items()]
+
+    def _notices(self, events: StepEvents) -> list[tuple[str, bytes]]:
+        """What the journal need not hold: replies, and output that it holds already."""
+        for _, replay in events.replays:
             replay.engine, replay.incarnation, replay.flush_number = self._engine, self._incarnation, self._num_flushes
-            messages.append((asker, encode(replay)))
-        return messages
+        return [(keys.client_channel(client), encode(message)) for client, message in (*events.replies, *events.replays)]
 
     def _add_columns(self, outputs: StepOutputs, by_client: dict[int, EngineCoreOutputs]) -> None:
         counts = np.bincount(outputs.clients)

@@ -157,10 +157,11 @@ class RowTable:
                 self.store_tokens(row)
         return requests
 
-    def token_bytes(self, row: int) -> bytes:
-        """All tokens of a row's request that are known."""
-        request = self.request(row)
-        return bytes(request.token_bytes) + self._newest(row, int(self.num_stored[row]), int(self.num_known[row]))
+    def token_bytes(self, row: int, first: int = 0) -> bytes:
+        """The tokens of a row's request that are known, from the `first` on."""
+        stored, known = int(self.num_stored[row]), int(self.num_known[row])
+        newest = self._newest(row, max(first, stored), known) if first < known else b""
+        return bytes(self.request(row).token_bytes[first * TOKEN_BYTES :]) + newest
 
     def _newest(self, row: int, first: int, last: int) -> bytes:
         assert last - first <= self._ring_size

@@ -380,12 +380,12 @@ class Scheduler:
             return 0
         return max(0, self.max_num_seqs - self.rows.num_running - num_waiting)
 
-    def output_token_ids(self, request_id: str, choice: int) -> Int32Array:
-        """[num_output_tokens] of a live request so far. Raises KeyError for one that is not live."""
+    def output_token_ids(self, request_id: str, choice: int, offset: int = 0) -> Int32Array:
+        """[num_output_tokens - offset] of a live request so far. Raises KeyError for one that is not live."""
         request = self.requests[request_id, choice]
         if request.row < 0:
-            return request.output_token_ids
-        return np.frombuffer(self.rows.token_bytes(request.row), dtype=np.int32)[request.num_prompt_tokens :]
+            return request.output_token_ids[offset:]
+        return np.frombuffer(self.rows.token_bytes(request.row, request.num_prompt_tokens + offset), dtype=np.int32)
 
     def num_output_tokens(self, request: Request) -> int:
         """Of a request in any state, so far."""

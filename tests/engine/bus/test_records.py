@@ -13,7 +13,7 @@ from engine.bus.enqueue import Refused
 from engine.bus.queue_depth import QueueDepth, queue_depth
 from engine.bus.records import FIELDS, RecordView, parse_record
 from engine.bus.tokenizers import get_tokenizer, put_tokenizer
-from engine.protocol import Abort, Replay, TokenizerBundle, Utility
+from engine.protocol import Abort, Lack, Replay, TokenizerBundle, Utility
 from tests.engine.bus.ledger_world import World
 
 
@@ -92,7 +92,7 @@ def test_a_newer_versions_fields_are_left_aside() -> None:
 def test_commands_are_read_once_and_in_order(world: World) -> None:
     engine = world.engine()
     place = (world.model, engine.slot, engine.incarnation)
-    sent = [Abort("a", reply_to="x", token="1"), Replay("b", 0, 7, "api-1", 3), Utility("drain", [1, "x"])]
+    sent = [Abort("a", reply_to="x", token="1"), Replay("api-1", [Lack("b", 3, [(0, 7)])]), Utility("drain", [1, "x"])]
     for command in sent:
         world.bus.run(control.control(*place, command))
     first = world.bus.run(control.read_control(*place, count=2))

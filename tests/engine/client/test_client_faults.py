@@ -52,6 +52,6 @@ async def test_an_unreadable_record_ends_its_stream_with_an_error(
     with redis.Redis.from_url(redis_url) as wire:
         wire.hset(keys.record(MODEL, "r-1"), "output", b"\xc1")
     follower = Follower()
-    await client._repair(RequestStream(request, MODEL, follower, client._finish, client._forget))
+    await client._repairs.repair([RequestStream(request, MODEL, follower, client._finish, client._forget)])
     _, (end,) = await follower.whole()
     assert (end.reason, end.error) == (FinishReason.ERROR, "The request's record cannot be read.")

@@ -59,13 +59,13 @@ def test_any_loss_and_repetition_with_replay_gives_each_token_once(n: int, lengt
     stream, follower, finishes = make_stream(n)
     for _ in range(50):
         # the engine replays from what the stream says it lacks; the transport loses and repeats at will
-        for choice, start in stream.missing_from():
+        for choice, start in stream.lack().choices:
             for offset in range(start, length):
                 for _ in range(rng.choice([0, 1, 1, 2])):
                     stream.take_token(choice, offset, wanted[choice][offset], None)
             if rng.random() < 0.5:
                 stream.take_terminal(terminal(choice, length))
-    for choice, start in stream.missing_from():
+    for choice, start in stream.lack().choices:
         for offset in range(start, length):
             stream.take_token(choice, offset, wanted[choice][offset], None)
         stream.take_terminal(terminal(choice, length))
@@ -78,7 +78,7 @@ def test_a_gap_is_told_and_the_end_waits_for_it() -> None:
     assert stream.take_token(0, 0, 5, None)
     assert not stream.take_token(0, 2, 7, None)
     assert not stream.take_terminal(terminal(0, 3))
-    assert stream.missing_from() == [(0, 1)]
+    assert stream.lack().choices == [(0, 1)]
     assert stream.take_token(0, 1, 6, None) and stream.take_token(0, 2, 7, None)
     assert told(follower) == ([[5, 6, 7]], [1])
 

@@ -78,7 +78,7 @@ async def test_a_request_on_its_way_is_not_given_up_after_a_cut(engine: RunningE
         await wait_for_async(lambda: client.num_streams, "the stream", pause=0)
         (stream,) = client._streams.values()
         redis("CLIENT", "KILL", "TYPE", "pubsub")
-        await client._repair(stream)
+        await client._repairs.repair([stream])
         redis("CLIENT", "UNPAUSE")
         (follower,) = await adding
         assert follower.stream is stream
