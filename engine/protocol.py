@@ -124,6 +124,21 @@ class OutputPromptLogprobs(msgspec.Struct, array_like=True):
     logprobs: bytes  # float32 [num_positions, 1 + k]
     ranks: bytes  # int32 [num_positions]
 
+    @property
+    def end(self) -> int:
+        """The position behind the last one."""
+        return self.position + len(self.ranks) // 4
+
+    def tail(self, position: int) -> OutputPromptLogprobs:
+        """The part from `position` on, which lies inside."""
+        skip = position - self.position
+        if skip == 0:
+            return self
+        row = len(self.token_ids) // (len(self.ranks) // 4)  # bytes
+        return OutputPromptLogprobs(
+            self.handle, position, self.token_ids[row * skip :], self.logprobs[row * skip :], self.ranks[4 * skip :]
+        )
+
 
 class FinishedOutput(msgspec.Struct, array_like=True):
     """The one terminal output of a choice. `num_tokens` counts all its output tokens: a receiver that has fewer has a gap."""

@@ -121,13 +121,12 @@ class RequestStream:
         return True
 
     def take_prompt_logprobs(self, entry: OutputPromptLogprobs) -> bool:
-        count = len(entry.ranks) // 4
-        skip = self._prompt_position - entry.position
-        if skip < 0:
+        position = self._prompt_position
+        if entry.position > position:
             return False
-        if skip < count and not self.done:
-            self._prompt_position += count - skip
-            self._receiver.take_prompt_logprobs(entry if not skip else _tail(entry, skip, count))
+        if entry.end > position and not self.done:
+            self._prompt_position = entry.end
+            self._receiver.take_prompt_logprobs(entry.tail(position))
         return True
 
     def take_terminal(self, terminal: FinishedOutput) -> bool:
@@ -191,10 +190,3 @@ class RequestStream:
             self._closed(self)
         self._receiver.take_end(state.index, terminal)
         return True
-
-
-def _tail(entry: OutputPromptLogprobs, skip: int, count: int) -> OutputPromptLogprobs:
-    row = len(entry.token_ids) // count
-    return OutputPromptLogprobs(
-        entry.handle, entry.position + skip, entry.token_ids[row * skip :], entry.logprobs[row * skip :], entry.ranks[4 * skip :]
-    )

@@ -12,6 +12,7 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.protocol import EngineCoreRequest, EngineStats, FinishReason
 from engine.runtime.capacity import Limits, calibrated_budget, fit_kv_cache, step_cost, step_pace
+from engine.runtime.folding import FoldedOutput
 from engine.runtime.workers import make_executor
 from engine.scheduling.request import Request, make_requests
 from engine.scheduling.scheduler import Scheduler
@@ -67,19 +68,24 @@ class EngineCore:
             step_pace(cost, self.capacity),
         )
 
-    def make_requests(self, source: EngineCoreRequest, enqueued: float, received: float) -> list[Request]:
-        """The choices of a request, with the times at which it was put on the bus and taken from it (epoch seconds); safe on any
-        thread. Raises Unrunnable."""
+    def make_requests(
+        self, source: EngineCoreRequest, enqueued: float, received: float, folded: FoldedOutput | None = None
+    ) -> list[Request]:
+        """The choices of a request, with the times at which it was put on the bus and taken from it (epoch seconds). They go on
+        behind what is `folded`. Safe on any thread. Raises Unrunnable."""
         prompt = np.frombuffer(source.prompt_token_ids, dtype=np.int32)
         longest, vocab_size = self.limits.max_model_len - 1, self.capacity.vocab_size
         if len(prompt) > longest:
             raise Unrunnable(f"The prompt has {len(prompt)} tokens; this engine takes 1 to {longest}.")
         if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
             raise Unrunnable(f"The prompt has token ids outside 0 to {vocab_size - 1}.")
-        return make_requests(source, prompt, enqueued, received)
+        requests = make_requests(source, prompt, enqueued, received)
+        if folded is not None:
+            folded.resume(requests)
+        return requests
 
     def add_request(self, request: Request) -> None:
-        self.scheduler.add_request(request)
+        self.scheduler.add_request(request, self.clock())
 
     def finish(
         self,

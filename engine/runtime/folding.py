@@ -1,16 +1,30 @@
 """The output of a request that dead engines have made, put together from what they left in Redis.
 
-An engine that continues a request reads the output stored by checkpoints and the journals behind them. They hold the messages of
-several engines to several API servers, which may overlap.
+An engine that continues a request reads the output that checkpoints stored, and the journals behind it. These hold messages of
+several engines to several API servers. The messages may overlap and repeat each other, and come in any order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from engine.protocol import FinishedOutput, OutputLogprobs, OutputPromptLogprobs, RequestTimes
+from engine.protocol import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishedOutput,
+    FinishReason,
+    OutputLogprobs,
+    OutputPromptLogprobs,
+    RequestTimes,
+    decode_column,
+)
+from engine.scheduling.request import Request
 from gpu.plan import Int32Array
 
 
@@ -31,3 +45,169 @@ class FoldedOutput:
     prompt_logprobs: list[OutputPromptLogprobs] = field(default_factory=list)  # in order, without a hole from position 1 on
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache answered in the first engine
     times: RequestTimes = field(default_factory=RequestTimes)  # of the first engine, as far as known
+
+    def resume(self, requests: list[Request]) -> None:
+        """Let new requests, one a choice, go on behind this output. A choice that had ended has ended."""
+        for request, choice in zip(requests, self.choices, strict=True):
+            request.resume(choice.token_ids, self.num_cached_tokens, self.times)
+            if (end := choice.end) is not None:
+                request.num_cached_tokens, request.times = end.num_cached_tokens, msgspec.structs.replace(end.times)
+                request.end(end.reason, end.num_tokens, end.stop_reason, end.error, end.times.finished)
+        if self.prompt_logprobs:
+            requests[0].num_prompt_logprobs = self.prompt_logprobs[-1].end
+
+
+def fold(
+    source: EngineCoreRequest,
+    parts: Iterable[tuple[str | None, EngineCoreOutputs]],
+    attachments: Iterable[tuple[str, int]],
+    num_cached_tokens: int = 0,
+    times: RequestTimes | None = None,
+) -> FoldedOutput:
+    """What `parts`, each a message and the API server that it was sent to, tell of the request. None: the request's own rows only.
+
+    `source` names the present attachment, `attachments` are all (client, handle) that the request has had. Outputs are united by
+    choice and offset; where several differ, the oldest engine's stand. What lies behind a hole is dropped: sampling makes it again.
+    """
+    handles: dict[str, set[int]] = {}
+    for client_name, handle in attachments:
+        handles.setdefault(client_name, set()).add(handle)
+    collected = _Collected(source)
+    for client, message in sorted(parts, key=lambda part: _age(part[1])):
+        if client is None:
+            collected.add(message, None)
+        elif client in handles:
+            collected.add(message, handles[client])
+    return collected.fold(num_cached_tokens, times)
+
+
+def by_handle(messages: Iterable[EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
+    """The messages of one engine to one API server, put together anew: one message with all rows of each handle.
+
+    An engine that continues many requests reads their journal once with this, and folds each from its own rows.
+    """
+    ordered = sorted(messages, key=_age)
+    if not ordered:
+        return {}
+    first = ordered[0]
+    regrouped: dict[int, EngineCoreOutputs] = {}
+
+    def of(handle: int) -> EngineCoreOutputs:
+        if handle not in regrouped:
+            regrouped[handle] = EngineCoreOutputs(
+                first.engine, first.incarnation, first.flush_number, logprobs=[], prompt_logprobs=[], finished=[]
+            )
+        return regrouped[handle]
+
+    handles = np.concatenate([decode_column(message.handles, np.int64) for message in ordered])
+    order = handles.argsort(kind="stable")
+    found, starts = np.unique(handles[order], return_index=True)
+    for name in ("handles", "choices", "offsets", "token_ids"):
+        dtype: type[np.generic] = np.int64 if name == "handles" else np.int32
+        column = np.concatenate([decode_column(getattr(message, name), dtype) for message in ordered])[order]
+        for handle, part in zip(found.tolist(), np.split(column, starts[1:]), strict=False):
+            setattr(of(handle), name, part.tobytes())
+    for message in ordered:
+        for told in message.logprobs:
+            of(told.handle).logprobs.append(told)
+        for prompt_told in message.prompt_logprobs:
+            of(prompt_told.handle).prompt_logprobs.append(prompt_told)
+        for end in message.finished:
+            of(end.handle).finished.append(end)
+    return regrouped
+
+
+def _age(message: EngineCoreOutputs) -> tuple[int, int]:
+    """Less is older: incarnations are times."""
+    return message.incarnation, message.flush_number
+
+
+class _Collected:
+    """The rows of one request, the first that came for each place."""
+
+    def __init__(self, source: EngineCoreRequest) -> None:
+        self._source = source
+        n = source.sampling.n
+        self._tokens: list[dict[int, int]] = [{} for _ in range(n)]  # by choice: token id by offset
+        self._logprobs: list[dict[int, OutputLogprobs]] = [{} for _ in range(n)]
+        self._ends: list[FinishedOutput | None] = [None] * n
+        self._prompt_logprobs: list[OutputPromptLogprobs] = []
+
+    def add(self, message: EngineCoreOutputs, handles: Collection[int] | None) -> None:
+        """The rows of `handles`; None: all rows."""
+        for choice, offset, token_id in _rows(message, handles).tolist():
+            self._tokens[choice].setdefault(offset, token_id)
+        for told in message.logprobs:
+            if handles is None or told.handle in handles:
+                self._logprobs[told.choice].setdefault(told.offset, told)
+        for prompt_told in message.prompt_logprobs:
+            if handles is None or prompt_told.handle in handles:
+                self._prompt_logprobs.append(prompt_told)
+        for end in message.finished:
+            if (handles is None or end.handle in handles) and self._ends[end.choice] is None:
+                self._ends[end.choice] = end
+
+    def fold(self, num_cached_tokens: int, times: RequestTimes | None) -> FoldedOutput:
+        prompt_logprobs = self._fold_prompt_logprobs()
+        choices = [self._fold_choice(choice) for choice in range(len(self._ends))]
+        if self._lacks_prompt_logprobs(prompt_logprobs):  # they are told before the first token of choice 0
+            choices[0] = self._fold_end(0, FoldedChoice())
+        first = next((end for end in self._ends if end is not None), None)
+        if first is not None:
+            num_cached_tokens = num_cached_tokens or first.num_cached_tokens
+            times = times or msgspec.structs.replace(first.times, last_token=0.0, finished=0.0, num_preemptions=0)
+        return FoldedOutput(choices, prompt_logprobs, num_cached_tokens, times or RequestTimes())
+
+    def _fold_choice(self, choice: int) -> FoldedChoice:
+        tokens, logprobs = self._tokens[choice], self._logprobs[choice]
+        wants_logprobs = self._source.sampling.logprobs is not None
+        count = 0
+        while count in tokens and (not wants_logprobs or count in logprobs):
+            count += 1
+        folded = FoldedChoice(np.array([tokens[offset] for offset in range(count)], dtype=np.int32))
+        if wants_logprobs:
+            folded.logprobs = [self._readdressed(logprobs[offset]) for offset in range(count)]
+        return self._fold_end(choice, folded)
+
+    def _fold_end(self, choice: int, folded: FoldedChoice) -> FoldedChoice:
+        """`folded` with its end, if it stands. Sampling comes to the end of an output again where tokens before it are missing, but
+        not to an end that was ordered, nor to an error: these stand with the tokens that are left."""
+        end = self._ends[choice]
+        if end is None:
+            return folded
+        count = min(end.num_tokens, len(folded.token_ids))
+        is_sampled = end.reason is FinishReason.LENGTH or (end.reason is FinishReason.STOP and not isinstance(end.stop_reason, str))
+        if is_sampled and count < end.num_tokens:
+            return folded
+        end = msgspec.structs.replace(self._readdressed(end), num_tokens=count)
+        return FoldedChoice(folded.token_ids[:count], folded.logprobs[:count], end)
+
+    def _fold_prompt_logprobs(self) -> list[OutputPromptLogprobs]:
+        """Each position once, up to the first hole."""
+        position = 1
+        kept = []
+        for told in sorted(self._prompt_logprobs, key=lambda told: told.position):
+            if told.position > position:
+                break
+            if told.end > position:
+                kept.append(self._readdressed(told.tail(position)))
+                position = told.end
+        return kept
+
+    def _lacks_prompt_logprobs(self, told: list[OutputPromptLogprobs]) -> bool:
+        if self._source.sampling.prompt_logprobs is None:
+            return False
+        return (told[-1].end if told else 1) < len(self._source.prompt_token_ids) // 4
+
+    def _readdressed(self, output: Any) -> Any:
+        """The output for the present attachment."""
+        return output if output.handle == self._source.handle else msgspec.structs.replace(output, handle=self._source.handle)
+
+
+def _rows(message: EngineCoreOutputs, handles: Collection[int] | None) -> NDArray[np.int32]:
+    """[num_rows, 3] choice, offset and token id of the rows of `handles` (None: all)."""
+    rows = np.stack([decode_column(column) for column in (message.choices, message.offsets, message.token_ids)], axis=1)
+    if handles is None:
+        return rows
+    kept: NDArray[np.int32] = rows[np.isin(decode_column(message.handles, np.int64), list(handles))]
+    return kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from engine.protocol import (
     StoredOutput,
     encode_column,
 )
+from engine.runtime.folding import FoldedOutput
 from engine.scheduling.request import Request
 from gpu.plan import PromptLogprobs, SampledLogprobs
 
@@ -32,9 +33,13 @@ class HeldRequest:
     logprobs: list[list[OutputLogprobs]] = field(init=False)  # by choice, in order of output; empty when not asked for
     open_choices: set[int] = field(init=False)  # choices that have not ended
     promises: list[Abort] = field(default_factory=list)  # aborts to confirm when the choices that they name have ended
+    folded: InitVar[FoldedOutput | None] = None  # what other engines made of it, which the choices have already
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, folded: FoldedOutput | None) -> None:
         self.logprobs = [[] for _ in self.choices]
+        if folded is not None:
+            self.logprobs = [list(choice.logprobs) for choice in folded.choices]
+            self.prompt_logprobs = list(folded.prompt_logprobs)
         self.open_choices = {request.choice for request in self.choices}
 
     def is_open(self, choice: int) -> bool:
@@ -86,7 +91,7 @@ class HeldRequests:
 
     def __init__(self) -> None:
         self._held: dict[str, HeldRequest] = {}
-        self._early_aborts: OrderedDict[str, Abort] = OrderedDict()
+        self._early_aborts: OrderedDict[str, dict[int, Abort]] = OrderedDict()  # by request id and choice
 
     def __len__(self) -> int:
         return len(self._held)
@@ -101,13 +106,13 @@ class HeldRequests:
     def all(self) -> list[HeldRequest]:
         return list(self._held.values())
 
-    def add(self, held: HeldRequest) -> Abort | None:
-        """Hold a request; returns the abort that came before it, if one did."""
+    def add(self, held: HeldRequest) -> tuple[Abort, ...]:
+        """Hold a request; returns the aborts that came before it."""
         self._held[held.source.request_id] = held
-        return self._early_aborts.pop(held.source.request_id, None)
+        return tuple(self._early_aborts.pop(held.source.request_id, {}).values())
 
     def remember_abort(self, command: Abort) -> None:
-        self._early_aborts[command.request_id] = command
+        self._early_aborts.setdefault(command.request_id, {})[command.choice] = command
         if len(self._early_aborts) > self.MOST_EARLY_ABORTS:
             self._early_aborts.popitem(last=False)
 

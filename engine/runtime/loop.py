@@ -118,18 +118,28 @@ class EngineLoop:
         if self.held.get(source.request_id) is not None:  # a take sent twice may give its entries twice: they are one request
             logger.warning("request %s is held already", source.request_id)
             return
-        held = HeldRequest(source, arrival.choices)
-        early = self.held.add(held)
+        held = HeldRequest(source, arrival.choices, folded=arrival.folded)
+        orders = (*arrival.orders, *self.held.add(held))
+        held.promises += orders
         client = self._index_of(source.client)
+        for request in held.choices:
+            request.client = client
+            if request.status.finished:  # another engine ended it and counted that; its client may not know yet
+                self._close(request, events)
         try:
             for request in held.choices:
-                request.client = client
-                self.core.add_request(request)
+                if not request.status.finished:
+                    self._obey_orders(request, orders)
+                    self.core.add_request(request)
         except Exception as error:
             logger.exception("request %s cannot be admitted", source.request_id)
             self._end(held, f"The engine cannot admit the request: {type(error).__name__}: {error}", events)
-        if early is not None:
-            self._abort(early, events)
+
+    def _obey_orders(self, request: Request, orders: tuple[Abort, ...]) -> None:
+        """The first order for a choice that came before it ends it before a token is computed."""
+        order = next((order for order in orders if order.choice in (-1, request.choice)), None)
+        if order is not None:
+            request.end(order.reason, order.keep, order.stop_reason, None, self.core.clock())
 
     def _end(self, held: HeldRequest, error: str, events: StepEvents) -> None:
         """End a request whose choices may or may not have reached the core."""

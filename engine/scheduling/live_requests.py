@@ -53,6 +53,11 @@ class LiveRequests:
         choices = [choice] if choice >= 0 else sorted(self._choices.get(request_id, ()))
         return [self._requests[request_id, one] for one in choices if (request_id, one) in self._requests]
 
+    def most_tokens(self, request: Request) -> int:
+        """How many tokens, prompt and output, end a request."""
+        most = max(request.sampling.max_tokens, 1)  # where none is wanted, the first one ends the request and is not kept
+        return min(request.num_prompt_tokens + most, self._max_model_len)
+
     def may_end(self, token_ids: Int32Array) -> NDArray[np.bool_]:
         """[num_tokens] whether some live request ends at this token."""
         return self._stop_tokens.candidates(token_ids)
@@ -70,15 +75,17 @@ class LiveRequests:
         self._stop_tokens.add(request)
         self._waiting.push(request)
 
+    def add_ended(self, request: Request) -> None:
+        """One that ended before it came: only its end is to be told."""
+        self._ended.append(request)
+
     def start(self, request: Request, hit: PrefixHit, num_blocks: int) -> None:
         """A waiting request runs, with its prefix hit and `num_blocks` more."""
         self._waiting.remove(request)
         self._kv.admit(request, hit, num_blocks)
         request.status = RequestStatus.RUNNING
-        most = max(request.sampling.max_tokens, 1)  # where none is wanted, the first one ends the request and is not kept
-        longest = min(request.num_prompt_tokens + most, self._max_model_len)
         rows = self._rows
-        row = rows.take(request, len(hit.block_ids) * self._kv.block_size, hit.num_published, longest)
+        row = rows.take(request, len(hit.block_ids) * self._kv.block_size, hit.num_published, self.most_tokens(request))
         position, key = rows.num_running, self._order_key(request)
         while position and self._order_key(rows.request(int(rows.running[position - 1]))) > key:
             position -= 1

@@ -157,6 +157,25 @@ class Request:
         """Some prompt logprobs have yet to be told, so that the prompt must be computed and not read from the cache."""
         return self.sampling.prompt_logprobs is not None and max(self.num_prompt_logprobs, 1) < self.num_prompt_tokens
 
+    def resume(self, token_ids: Int32Array, num_cached_tokens: int, times: RequestTimes) -> None:
+        """Go on behind output tokens that another engine sampled, as after a preemption; without any, start as a new request does.
+
+        `num_cached_tokens` and `times` are that engine's, as far as they are known.
+        """
+        if not len(token_ids):
+            return
+        self.token_bytes += np.ascontiguousarray(token_ids, dtype=np.int32).tobytes()
+        self.status = RequestStatus.PREEMPTED
+        self.num_cached_tokens = num_cached_tokens
+        here = self.times
+        self.times = msgspec.structs.replace(
+            times,
+            enqueued=here.enqueued,
+            received=times.received or here.received,
+            last_token=times.last_token or here.received,  # no later than this
+            finished=0.0,
+        )
+
     def end(self, reason: FinishReason, keep: int, stop_reason: int | str | None, error: str | None, now: float) -> None:
         """The terminal transition, once. `keep` >= 0 cuts the output to that many tokens; it never has more than max_tokens."""
         if self.status.finished:

@@ -89,13 +89,25 @@ class Scheduler:
 
     # ------------------------------------------------------------------ requests come and go
 
-    def add_request(self, request: Request) -> None:
-        """Let a request wait. One without room for output ends at once, with an error in the next outputs. Raises ValueError for
-        a (id, choice) that is live."""
+    def add_request(self, request: Request, now: float = 0.0) -> None:
+        """Let a request wait. One that needs no further token, or has no room for one, ends at once and comes in the next outputs.
+        So does one that has ended already. Raises ValueError for a (id, choice) that is live."""
+        if request.status.finished:
+            self.live.add_ended(request)
+            return
         self.live.add(request)
-        if request.num_tokens >= self.max_model_len:
+        if request.num_output_tokens:
+            self._end_if_complete(request, now)
+        elif request.num_tokens >= self.max_model_len:
             error = f"the prompt of {request.num_tokens} tokens leaves no room for output in a context of {self.max_model_len}"
             self.live.end(request, FinishReason.ERROR, request.times.received, error=INVALID_REQUEST + error)
+
+    def _end_if_complete(self, request: Request, now: float) -> None:
+        """The last token that another engine sampled may be the last of all."""
+        last = int(request.output_token_ids[-1])
+        end = stop_after(request, last, request.num_output_tokens, request.num_tokens, self.live.most_tokens(request))
+        if end is not None:
+            self.live.end(request, end[0], now, stop_reason=end[1])
 
     def finish(
         self,
