@@ -23,7 +23,7 @@ REDIS_URL = parse_redis_url(os.environ.get("HEADRACE_REDIS_URL") or "redis://127
 # Seconds between two runs. A message that a worker did not get to before the next one was due is dropped: nothing piles up.
 SCHEDULE = {
     "reap_api_servers": 2.0,
-    "fail_dead_engines": 2.0,
+    "take_over_dead_engines": 2.0,
     "roll_usage": 3.0,
     "expire_records": 30.0,
 }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from engine.bus import leases, transitions
 from engine.bus.connection import Bus
+from engine.bus.transitions import TakenOver
 from engine.protocol import EngineInfo
 
 
@@ -23,12 +24,11 @@ def _find(bus: Bus, pids: Sequence[int]) -> list[EngineInfo]:
     return [by_pid[pid] for pid in pids if pid in by_pid]
 
 
-def fail_engine_of_process(redis_url: str, pid: int, error: str) -> int:
-    """Declare the engine that ran as process `pid` of this machine dead; returns how many requests ended."""
+def take_over_engine_of_process(redis_url: str, pid: int) -> TakenOver:
+    """Let the requests of the engine that ran as process `pid` of this machine, and has ended, wait for the next engine."""
     with Bus(redis_url) as bus:
         found = _find(bus, [pid])
         if not found:
-            return 0
+            return TakenOver(0, 0)
         (info,) = found
-        bus.run(leases.release_slot(info.model, info.slot, info.incarnation))
-        return bus.run(transitions.fail_engine(info.model, info.slot, info.incarnation, error))
+        return bus.run(transitions.takeover(info.model, info.slot, info.incarnation, sure=True))

@@ -56,7 +56,7 @@ class Engines:
                 Command(name, role("engine"), environment | self._replicas.environment(number), stop_timeout=STOP_SECONDS),
                 on_line=self._on_line,
                 on_progress=partial(self._take_progress, slowest, name),
-                on_exit=partial(self._fail_requests, name),
+                on_exit=partial(self._take_over, name),
                 on_failure=self._may_be_fewer,
             )
             for number, name in enumerate(names)
@@ -109,15 +109,16 @@ class Engines:
         elif report["phase"] == "ready":
             log.info("%s is ready again", name)
 
-    async def _fail_requests(self, name: str, ended: Exit) -> None:
-        """End the requests that the dead engine had in flight, without waiting for its heartbeat to lapse."""
-        from ops.engine_processes import fail_engine_of_process
+    async def _take_over(self, name: str, ended: Exit) -> None:
+        """Let another engine continue the dead one's requests, without waiting for its heartbeat to lapse."""
+        from ops.engine_processes import take_over_engine_of_process
 
         try:
-            why = f"the engine died: {ended}"
-            failed = await asyncio.to_thread(fail_engine_of_process, self._config.redis.redis_url, ended.pid, why)
-        except Exception as error:  # Redis is away: an observer of the heartbeat ends them later
-            log.warning("the dead engine's requests could not be ended at once: %s", error)
+            left = await asyncio.to_thread(take_over_engine_of_process, self._config.redis.redis_url, ended.pid)
+        except Exception as error:  # Redis is away: an observer of the heartbeat does it later
+            log.warning("the dead engine's requests could not be taken over at once: %s", error)
         else:
-            if failed:
-                log.warning("%s died with %d requests in flight; they ended with an error", name, failed)
+            if left.orphaned:
+                log.warning("%s died with %d requests in flight; they wait for the next engine", name, left.orphaned)
+            if left.ended:
+                log.error("%d requests ended with an error: engine after engine died of them", left.ended)

@@ -1,4 +1,4 @@
-"""Maintenance: ends requests that no client waits for or no engine works on, expires records, sums usage.
+"""Maintenance: ends requests that no client waits for, frees those of dead engines for others, expires records, sums usage.
 
 Each task does a bounded piece and leaves the rest to its next run; where Redis is away it does nothing, for the same reason.
 """
@@ -58,13 +58,13 @@ def reap_api_servers(bus: Bus) -> int:
 
 @app.task
 @_unless_redis_is_away
-def fail_dead_engines(bus: Bus) -> int:
-    """End the requests of dead engines: of an empty slot, and of the predecessors of a living engine. Returns how many."""
-    failed = 0
+def take_over_dead_engines(bus: Bus) -> int:
+    """Let the requests of dead engines wait for the next engine. Returns how many there were."""
+    taken = 0
     for model in bus.run(leases.models()):
-        for dead in bus.run(leases.dead_engines(model, predecessors=True)):
-            failed += bus.run(transitions.fail_engine(model, dead.slot, dead.incarnation))
-    return failed
+        for dead in bus.run(leases.dead_engines(model)):
+            taken += sum(bus.run(transitions.takeover(model, dead.slot, dead.incarnation)))
+    return taken
 
 
 @app.task

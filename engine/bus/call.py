@@ -55,7 +55,11 @@ class UnfitRedis(Exception):
 
 
 class Fenced(Exception):
-    """Another incarnation holds the slot, or none does: the engine must drop everything and start again."""
+    """Another incarnation owns the slot: the engine must drop everything and start again."""
+
+
+class Unowned(Exception):
+    """The slot has no owner: Redis was wiped. The engine claims the slot again and tells Redis what it holds."""
 
 
 def milliseconds(seconds: float) -> int:

@@ -18,7 +18,7 @@ MAX_EXACT = 2**53  # Lua's numbers are doubles
 class AdmissionLimits:
     max_num_queued_reqs: int | None = None  # choices waiting or running for the model, the new ones included
     max_num_queued_tokens: int | None = None  # prompt tokens waiting for the model, before the new ones
-    require_engine: bool = True  # refuse where no engine of the model lives
+    require_engine: bool = True  # refuse where no engine of the model lived within the failover time
     memory_share: float = MEMORY_SHARE  # of Redis' maxmemory, where it is set; 0: not checked
 
 
@@ -66,7 +66,7 @@ def enqueue(model: str, requests: Sequence[EngineCoreRequest], limits: Admission
     for request in requests:
         if not 0 <= request.handle < MAX_EXACT:
             raise ValueError(f"handle {request.handle} does not fit 53 bits")
-        arguments += [request.request_id, encode(request), *flat(_first_fields(request, model))]
+        arguments += [request.request_id, encode(request), *flat(first_fields(request, model))]
 
     def decode(answer: list[Any]) -> Enqueued | Refused:
         if answer[0] == b"ok":
@@ -76,8 +76,8 @@ def enqueue(model: str, requests: Sequence[EngineCoreRequest], limits: Admission
 
     return Call(
         decode,
-        script=script("enqueue", "ledger", "memory"),
-        keys=(*keys.ledger(model), keys.slots(model), keys.slot(model)),
+        script=script("enqueue", "ledger", "entries", "memory"),
+        keys=(*keys.ledger(model), keys.served(model)),
         arguments=tuple(arguments),
     )
 
@@ -91,7 +91,7 @@ def accepts(memory_share: float = MEMORY_SHARE) -> Call[Refused | None]:
     return Call(decode, script=script("accepts", "memory"), arguments=(memory_share,))
 
 
-def _first_fields(request: EngineCoreRequest, model: str) -> dict[str, Argument]:
+def first_fields(request: EngineCoreRequest, model: str) -> dict[str, Argument]:
     """The record of a request as it comes; the script adds entry and time."""
     facts = request.facts
     return {

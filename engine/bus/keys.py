@@ -47,7 +47,8 @@ def ended(model: str) -> str:
 def load(model: str) -> str:
     """Hash of sums: `requests` (choices not ended) and `tokens` (prompt tokens that wait), each also as `<name>:<tenant>`;
     `waiting` (choices that no engine has taken);
-    `client:<incarnation>` (requests not ended that an API server listens for). Sums of nothing are absent."""
+    `client:<incarnation>` (requests not ended that an API server listens for); `kept` (bytes of ended requests' outputs). Sums of
+    nothing are absent."""
     return _of(model, "load")
 
 
@@ -82,9 +83,35 @@ def usage_day(model: str, day: int | str = "") -> str:
     return _of(model, f"usage:day:{day}")
 
 
+def resume(model: str, fingerprint: str = "") -> str:
+    """Sorted set, as `order`: orphans, which an engine of this fingerprint takes before all others. Without one: the prefix."""
+    return _of(model, f"resume:{fingerprint}")
+
+
+def orphans(model: str) -> str:
+    """Sorted set: id of each request whose engine died and that waits for the next -> epoch seconds since when."""
+    return _of(model, "orphans")
+
+
+def output(model: str, request_id: str = "") -> str:
+    """List: the output of a running request, as far as checkpoints took it out of journals: EngineCoreOutputs of this request
+    alone. Without an id: the prefix."""
+    return _of(model, f"output:{request_id}")
+
+
+def kept(model: str) -> str:
+    """List: `<bytes> <id>` of ended requests whose records hold an output, in the order of their ends."""
+    return _of(model, "kept")
+
+
+def externals(model: str) -> str:
+    """Hash: client-given id -> requests under it that have not ended. Ids of none are absent."""
+    return _of(model, "externals")
+
+
 @lru_cache(maxsize=64)
 def ledger(model: str) -> tuple[str, ...]:
-    """KEYS 1-9 of every script that moves requests, in the order of lua/ledger.lua."""
+    """KEYS 1-14 of every script that moves requests, in the order of lua/ledger.lua."""
     return (
         requests(model),
         order(model),
@@ -95,6 +122,11 @@ def ledger(model: str) -> tuple[str, ...]:
         record(model),
         external(model),
         tombstone(model),
+        resume(model),
+        orphans(model),
+        output(model),
+        kept(model),
+        externals(model),
     )
 
 
@@ -106,14 +138,36 @@ def slots(model: str) -> str:
     return _of(model, "slots")
 
 
+def owner(model: str, slot: str = "") -> str:
+    """String without expiry: the incarnation that may write for the slot; `<incarnation> vacant` after a takeover. Absent: no
+    engine has claimed it since Redis was empty. Without a slot: the prefix."""
+    return _of(model, f"owner:{slot}")
+
+
 def slot(model: str, slot: str = "") -> str:
-    """String with a time to live: the incarnation that holds the slot. Absent: the slot is free. Without a slot: the prefix."""
+    """String with a time to live: the incarnation of the engine whose heartbeat was heard last. Without a slot: the prefix."""
     return _of(model, f"slot:{slot}")
 
 
 def slot_info(model: str, slot: str) -> str:
     """String with the same time to live: EngineInfo."""
     return _of(model, f"slot:{slot}:info")
+
+
+def served(model: str) -> str:
+    """String whose time to live is the failover time: an engine of the model lived so lately that requests may wait for the
+    next."""
+    return _of(model, "served")
+
+
+def served_by(model: str, fingerprint: str = "") -> str:
+    """As `served`, of engines of one fingerprint. Without one: the prefix."""
+    return _of(model, f"served:{fingerprint}")
+
+
+def last_engine(model: str) -> str:
+    """String with the same time to live: EngineInfo of the engine that was heard of last."""
+    return _of(model, "engine")
 
 
 def absent_engine(model: str, slot: str) -> str:
@@ -131,9 +185,10 @@ def incarnation(model: str) -> str:
     return _of(model, "incarnation")
 
 
-def taken(model: str, slot: str) -> str:
-    """Hash: nonce and entries of the slot's last `take`, so that a take may be sent twice."""
-    return _of(model, f"taken:{slot}")
+def progress(model: str, slot: str = "") -> str:
+    """Hash: number and entries of the last `take` of the slot's owner, and the number of its last flush. Without a slot: the
+    prefix."""
+    return _of(model, f"progress:{slot}")
 
 
 def shares(model: str) -> str:
@@ -141,9 +196,10 @@ def shares(model: str) -> str:
     return _of(model, "shares")
 
 
-def journal(model: str, slot: str, incarnation: int) -> str:
-    """Stream of one engine incarnation, ids `<flush number>-0`: a field an API server, the bytes published to it."""
-    return _of(model, f"journal:{slot}:{incarnation}")
+def journal(model: str, name: str) -> str:
+    """Stream of one engine incarnation, `<slot>:<incarnation>`, with ids `<flush number>-0`: a field an API server, the bytes
+    published to it."""
+    return _of(model, f"journal:{name}")
 
 
 def control(model: str, slot: str = "") -> str:

@@ -20,6 +20,7 @@ LOOKS_APART = 15.0  # seconds after which a first look at a missing heartbeat co
 SLOT_TTL = 2.0  # seconds that a slot outlives its last heartbeat
 BEAT_INTERVAL = 0.5  # seconds
 API_TTL = 3.0
+FAILOVER_TIMEOUT = 60.0  # seconds that requests wait for an engine after the last one died
 OLDEST_REDIS = (7, 0)  # the first with `#!lua` scripts, whose flags tell what may run when memory is short
 _INFO = ("INFO", "server")
 
@@ -42,23 +43,31 @@ def _check_version(info: bytes) -> None:
         raise UnfitRedis(f"the server is Redis {found[1].decode()}; Redis {oldest} or newer is needed, or Valkey")
 
 
-def claim_slot(model: str, info: EngineInfo, ttl: float = SLOT_TTL, wanted: int = 0) -> Call[ClaimedSlot]:
-    """The slot `wanted`, or the lowest free one where that is held, under a new incarnation that is higher than all before.
+def claim_slot(
+    model: str, info: EngineInfo, ttl: float = SLOT_TTL, wanted: int = 0, failover_timeout: float = FAILOVER_TIMEOUT
+) -> Call[ClaimedSlot]:
+    """The slot `wanted`, or the lowest free one where that is owned, under a new incarnation that is higher than all before.
 
-    `info`'s slot and incarnation are filled in. The first thing to do with it: `fail_engine(model, slot, incarnation - 1, ...)`.
-    Raises UnfitRedis.
+    `info`'s slot and incarnation are filled in. Raises UnfitRedis.
     """
 
     def claimed(answer: list[Any]) -> Call[ClaimedSlot]:
         got = ClaimedSlot(answer[0].decode(), int(answer[1]))
         filled = msgspec.structs.replace(info, slot=got.slot, incarnation=got.incarnation)
-        first_beat = beat(model, got.slot, got.incarnation, filled, ttl)
+        first_beat = beat(model, got.slot, got.incarnation, filled, ttl, failover_timeout)
         return Call(lambda _: got, first_beat.script, first_beat.keys, first_beat.arguments)
 
     claim: Call[ClaimedSlot] = Call(
         claimed,
-        script("claim"),
-        (keys.slots(model), keys.incarnation(model), keys.slot(model), keys.slot_claim(model)),
+        script("claim", "incarnation"),
+        (
+            keys.slots(model),
+            keys.incarnation(model),
+            keys.owner(model),
+            keys.slot(model),
+            keys.slot_claim(model),
+            keys.progress(model),
+        ),
         (secrets.token_hex(8), milliseconds(ttl), wanted),
     )
 
@@ -69,19 +78,47 @@ def claim_slot(model: str, info: EngineInfo, ttl: float = SLOT_TTL, wanted: int 
     return Call(fit, commands=(_INFO, ("SADD", keys.models(), model)))
 
 
-def beat(model: str, slot: str, incarnation: int, info: EngineInfo, ttl: float = SLOT_TTL) -> Call[float]:
-    """The heartbeat: every BEAT_INTERVAL, from a loop that makes progress. Answers Redis' clock (epoch seconds). Raises Fenced."""
+def beat(
+    model: str,
+    slot: str,
+    incarnation: int,
+    info: EngineInfo,
+    ttl: float = SLOT_TTL,
+    failover_timeout: float = FAILOVER_TIMEOUT,
+) -> Call[float]:
+    """The heartbeat: every BEAT_INTERVAL, from a loop that makes progress. Answers Redis' clock (epoch seconds). Raises Fenced,
+    Unowned."""
     return Call(
         seconds_of,
         script("beat"),
-        (keys.slot(model, slot), keys.slot_info(model, slot)),
-        (incarnation, milliseconds(ttl), encode(info)),
+        (
+            keys.owner(model, slot),
+            keys.slot(model, slot),
+            keys.slot_info(model, slot),
+            keys.served(model),
+            keys.served_by(model, info.fingerprint),
+            keys.last_engine(model),
+        ),
+        (incarnation, milliseconds(ttl), encode(info), milliseconds(failover_timeout)),
     )
 
 
+def reclaim_slot(model: str, slot: str, incarnation: int, ttl: float = SLOT_TTL) -> Call[None]:
+    """Own the slot again after a wipe of Redis, under the same incarnation. Raises Fenced: another engine has claimed it."""
+    reclaim: Call[None] = Call(
+        lambda answer: None,
+        script("reclaim"),
+        (keys.owner(model, slot), keys.slot(model, slot), keys.slots(model), keys.incarnation(model)),
+        (incarnation, slot, milliseconds(ttl)),
+    )
+    return Call(lambda answers: reclaim, commands=(("SADD", keys.models(), model),))
+
+
 def release_slot(model: str, slot: str, incarnation: int) -> Call[bool]:
-    """Give the slot back. False: it was not held by this incarnation any more."""
-    return Call(bool, script("release"), (keys.slot(model, slot), keys.slot_info(model, slot)), (incarnation,))
+    """Give the slot back, with nothing in flight any more. False: it was not owned by this incarnation any more."""
+    return Call(
+        bool, script("release"), (keys.owner(model, slot), keys.slot(model, slot), keys.slot_info(model, slot)), (incarnation,)
+    )
 
 
 def models() -> Call[list[str]]:
@@ -101,6 +138,14 @@ def engines(model: str) -> Call[list[EngineInfo]]:
         return Call(decode, commands=tuple(("GET", keys.slot_info(model, number)) for number in numbers))
 
     return Call(slots, commands=(("SMEMBERS", keys.slots(model)),))
+
+
+def last_engine(model: str) -> Call[EngineInfo | None]:
+    """The engine that was heard of last, if that was within the failover time: requests may wait for the next one."""
+    return Call(
+        lambda answers: _readable(model, answers[0]) if answers[0] is not None else None,
+        commands=(("GET", keys.last_engine(model)),),
+    )
 
 
 @lru_cache(maxsize=64)
@@ -174,32 +219,35 @@ class DeadEngine(NamedTuple):
     incarnation: int  # this one and those before it
 
 
-def dead_engines(model: str, predecessors: bool = False, ttl: float = SLOT_TTL) -> Call[list[DeadEngine]]:
-    """Dead engines that have requests in flight: a slot is without a holder at two looks at least `ttl` apart, as in `api_absent`.
+def dead_engines(model: str, ttl: float = SLOT_TTL) -> Call[list[DeadEngine]]:
+    """Engines that died: a slot's owner is without a heartbeat at two looks at least `ttl` apart, as in `api_absent`.
 
-    They are named again at each look as long as they have something in flight. `predecessors`: also those that may have been before
-    the living holder of a slot, which ends their requests itself unless it dies at once.
+    They are named again at each look until `takeover` has made their slot vacant and all their requests orphans.
     """
 
     def look(answers: list[Any]) -> Call[list[DeadEngine]]:
-        last, summary = answers
+        numbers, summary = answers
+        slots = sorted((name.decode() for name in numbers), key=int)
         consumers = () if isinstance(summary, Exception) else summary[3] or ()  # an error: there is no stream yet
-        slots = sorted((keys.slot_of_consumer(consumer.decode()) for consumer, _ in consumers), key=int)
+        busy = {keys.slot_of_consumer(consumer.decode()) for consumer, _ in consumers}
 
-        def judge(holders: list[Any]) -> Call[list[DeadEngine]]:
-            held = {slot: int(value) for slot, value in zip(slots, holders, strict=True) if value is not None}
-            dead = [DeadEngine(slot, holder - 1) for slot, holder in held.items()] if predecessors else []
-            # an engine that is missing had the last incarnation that was given, which was read before the rest, or a lower one
-            return confirm([slot for slot in slots if slot not in held], int(last or 0), dead)
+        def judge(values: list[Any]) -> Call[list[DeadEngine]]:
+            half = len(slots)
+            owned = {slot: owner.decode() for slot, owner in zip(slots, values[:half], strict=True) if owner is not None}
+            heard = {slot for slot, value in zip(slots, values[half:], strict=True) if value is not None}
+            vacant = [slot for slot, owner in owned.items() if not owner.isdecimal() and slot in busy]
+            silent = [(slot, int(owner)) for slot, owner in owned.items() if owner.isdecimal() and slot not in heard]
+            return confirm(silent, [DeadEngine(slot, int(owned[slot].split()[0])) for slot in vacant])
 
-        return Call(judge, commands=tuple(("GET", keys.slot(model, slot)) for slot in slots))
+        reads = [*(keys.owner(model, slot) for slot in slots), *(keys.slot(model, slot) for slot in slots)]
+        return Call(judge, commands=tuple(("GET", key) for key in reads))
 
-    def confirm(missing: list[str], last: int, dead: list[DeadEngine]) -> Call[list[DeadEngine]]:
-        if not missing:
+    def confirm(silent: list[tuple[str, int]], dead: list[DeadEngine]) -> Call[list[DeadEngine]]:
+        if not silent:
             return Call(lambda answers: dead)
-        slot, *others = missing
+        (slot, incarnation), *others = silent
         looked = _absent(keys.slot(model, slot), keys.absent_engine(model, slot), ttl)
-        return looked.then(lambda absent: confirm(others, last, [*dead, DeadEngine(slot, last)] if absent else dead))
+        return looked.then(lambda absent: confirm(others, [*dead, DeadEngine(slot, incarnation)] if absent else dead))
 
-    commands = (("GET", keys.incarnation(model)), ("XPENDING", keys.requests(model), keys.GROUP))
+    commands = (("SMEMBERS", keys.slots(model)), ("XPENDING", keys.requests(model), keys.GROUP))
     return Call(look, commands=commands, keep_errors=True)

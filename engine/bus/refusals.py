@@ -18,7 +18,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from engine.bus.call import BusUnavailable, Fenced, Trouble, UnfitRedis
+from engine.bus.call import BusUnavailable, Fenced, Trouble, UnfitRedis, Unowned
 
 # By the first words of an error: redis-py has no class for some, and none for those of a pipeline's commands.
 _BY_WORDS = {
@@ -63,10 +63,13 @@ def trouble_of(error: Exception) -> Trouble | None:
 
 
 def as_bus_error(error: Exception) -> Exception:
-    """An error of redis-py as the callers of the bus know it: BusUnavailable, UnfitRedis, Fenced, or, for any other, itself."""
+    """An error of redis-py as the callers of the bus know it: BusUnavailable, UnfitRedis, Fenced, Unowned, or, for any other,
+    itself."""
     message = _message(error)
     if isinstance(error, ResponseError) and message.startswith("FENCED"):
         return Fenced(message)
+    if isinstance(error, ResponseError) and message.startswith("UNOWNED"):
+        return Unowned(message)
     if isinstance(error, NoPermissionError) or message.startswith(_UNFIT):
         return UnfitRedis(f"Redis: {message}")
     trouble = trouble_of(error)

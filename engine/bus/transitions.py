@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from engine.bus import keys
 from engine.bus.call import Argument, Call, flat, milliseconds, script
 from engine.bus.control import COMMANDS_KEPT, CONTROL_TTL
 from engine.bus.records import RecordView, parse_fields, parse_record
-from engine.protocol import Abort, FinishReason, encode
+from engine.protocol import Abort, FinishReason, RequestTimes, decode_control, encode
 
 TOMBSTONE_TTL = 600.0  # seconds that an abort waits for a request that it overtook
-JOURNAL_ENTRIES = 4096  # kept of an engine's journal, about
-JOURNAL_TTL = 600.0  # seconds that a journal outlives its engine
+JOURNAL_TTL = 3600.0  # seconds that a journal outlives its engine
 SHARE_TTL = 1.0  # seconds that an engine's share of what waits is kept for it after it last asked
-ENGINE_DIED = "The engine that ran this request died."
-FAIL_BATCH = 128  # pending entries looked at in one script: Redis answers no other client meanwhile
+TAKEOVER_BATCH = 128  # pending entries looked at in one script: Redis answers no other client meanwhile
+KEPT_BYTES = 256 << 20  # of the outputs in the records of ended requests; then the oldest go
 
 
 class Taken(NamedTuple):
@@ -26,35 +24,88 @@ class Taken(NamedTuple):
     payload: bytes  # EngineCoreRequest
     enqueued: float  # epoch seconds by Redis' clock, as is `taken`
     taken: float
+    client: str  # the API server that it is attached to now, and that server's handle
+    handle: int
+    orphan: Orphan | None = None
 
 
-def take(model: str, slot: str, incarnation: int, count: int, places: int) -> Call[list[Taken]]:
-    """At most `count` of the requests that wait, by priority, then arrival; they are the slot's from now on. Raises Fenced.
+@dataclass(frozen=True)
+class Orphan:
+    """What Redis knows of a request whose engine died."""
 
-    No more than a fair share where others take too: engines of the model that asked within SHARE_TTL come to have equal numbers in
-    flight, but for those that can run no more. `places`: how many more this one could run; 0 leaves all to the others.
+    attachments: frozenset[tuple[str, int]]  # (API server, handle), the present one and those before: outputs bear one of them
+    journals: tuple[str, ...]  # names of the journals that may hold output of it
+    orders: tuple[Abort, ...]  # ends that no engine has obeyed
+    attempts: int  # engines that died with it, one after the other
+    cached_tokens: int  # prompt tokens that the prefix cache of its first engine answered
+    times: RequestTimes  # of its first engine, as far as known
 
-    The call carries a nonce: run again after an answer was lost, the same Call gives the same requests. A caller that got
-    BusUnavailable runs the same Call again: it may own requests already.
+
+def take(
+    model: str,
+    slot: str,
+    incarnation: int,
+    fingerprint: str,
+    number: int,
+    count: int,
+    places: int,
+    may_suspect: bool = True,
+) -> Call[list[Taken]]:
+    """At most `count` of the requests that wait, by priority, then arrival; they are the slot's from now on. Raises Fenced,
+    Unowned.
+
+    Orphans of the fingerprint come first; of those that engines died of, one at most, and only where the engine has none
+    (`may_suspect`). Of all others no more than a fair share, where others take too: engines of the model that asked within
+    SHARE_TTL come to have equal numbers in flight, but for those that can run no more. `places`: how many more this one could run;
+    0 leaves all to the others.
+
+    `number` rises with each call of an incarnation. A caller that got BusUnavailable runs the same Call again: it may own requests
+    already, and gets the same ones.
     """
     return Call(
-        lambda answer: [Taken(each[0].decode(), each[1], float(each[2]), float(each[3])) for each in answer],
+        lambda answer: [_taken(each) for each in answer],
         script=script("take", "ledger"),
-        keys=(*keys.ledger(model), keys.slot(model, slot), keys.taken(model, slot), keys.shares(model), keys.slot(model)),
+        keys=(
+            *keys.ledger(model),
+            keys.owner(model, slot),
+            keys.progress(model, slot),
+            keys.shares(model),
+            keys.slot(model),
+        ),
         arguments=(
             slot,
             incarnation,
+            fingerprint,
             count,
-            secrets.token_hex(8),
+            number,
             keys.consumer(),
             places,
             milliseconds(SHARE_TTL),
+            int(may_suspect),
         ),
     )
 
 
+def _taken(answer: Sequence[Any]) -> Taken:
+    entry, payload, enqueued, taken, client, handle = answer[:6]
+    orphan = None
+    if len(answer) > 6:
+        attachments, journals, orders, attempts, cached_tokens, scheduled, first_token = answer[6:]
+        pairs = (pair.rpartition(":") for pair in attachments.decode().split())
+        orphan = Orphan(
+            frozenset((name, int(number)) for name, _, number in pairs),
+            tuple(journals.decode().split()),
+            tuple(command for command in map(decode_control, orders) if isinstance(command, Abort)),
+            int(attempts),
+            int(cached_tokens),
+            RequestTimes(float(enqueued), float(taken), float(scheduled), float(first_token)),
+        )
+    return Taken(entry.decode(), payload, float(enqueued), float(taken), client.decode(), int(handle or 0), orphan)
+
+
 def reject(model: str, slot: str, incarnation: int, entry: str, error: str) -> Call[bool]:
-    """End, with an error, a taken entry that its engine cannot read or run; False: it was not this incarnation's. Raises Fenced."""
+    """End, with an error, a taken entry that its engine cannot read or run; False: it was not this incarnation's. Raises Fenced,
+    Unowned."""
     arguments = (
         incarnation,
         entry,
@@ -62,7 +113,7 @@ def reject(model: str, slot: str, incarnation: int, entry: str, error: str) -> C
         error,
         keys.client_channel(),
     )
-    return Call(bool, script("reject", "ledger"), (*keys.ledger(model), keys.slot(model, slot)), arguments)
+    return Call(bool, script("reject", "ledger"), (*keys.ledger(model), keys.owner(model, slot)), arguments)
 
 
 @dataclass(frozen=True)
@@ -78,28 +129,39 @@ class EndedRequest:
     fields: Mapping[str, str] = field(default_factory=dict)  # further ones of the record: scheduled, first_token, ...
 
 
+class Flushed(NamedTuple):
+    outcome: int  # FLUSHED, REPEATED: it was done before, or GAP: earlier ones are missing in Redis, and nothing was done
+    last: int  # number of the last flush that Redis has
+
+
+FLUSHED, REPEATED, GAP = 1, 0, -1
+
+
 def flush(
     model: str,
     slot: str,
     incarnation: int,
-    flush_number: int,
+    previous: int,
+    number: int,
     messages: Sequence[tuple[str, bytes]] = (),
     started: Sequence[tuple[str, Mapping[str, str]]] = (),
     ended: Sequence[EndedRequest] = (),
     notices: Sequence[tuple[str, bytes]] = (),
-) -> Call[int]:
-    """A step's outputs, at once: journal entry, publications, records. 1: done; 0: this flush was done before. Raises Fenced.
+    kept_bytes: int = KEPT_BYTES,
+) -> Call[Flushed]:
+    """A step's outputs, at once: journal entry, publications, records. Raises Fenced, Unowned.
 
-    `flush_number` rises with each flush of an incarnation: one that is not higher than the last is taken for a resend.
-    `messages`: (API server incarnation, ClientMessage bytes), one each. `started`: record fields of running requests.
-    `notices`: (channel, ControlReply bytes).
+    `number` rises with each flush of an incarnation, and `previous` is that of the flush before: so a flush that is sent twice
+    counts once, and one that Redis lost is noticed. `messages`: (API server incarnation, ClientMessage bytes), one each. `started`:
+    record fields of running requests. `notices`: (channel, ClientMessage bytes), published and not journaled.
     """
     arguments: list[Argument] = [
         incarnation,
-        flush_number,
-        JOURNAL_ENTRIES,
+        previous,
+        number,
         milliseconds(JOURNAL_TTL),
         keys.client_channel(),
+        kept_bytes,
         len(messages),
         len(started),
         len(ended),
@@ -114,10 +176,46 @@ def flush(
     for channel, payload in notices:
         arguments += [channel, payload]
     return Call(
-        int,
+        lambda answer: Flushed(*map(int, answer)),
         script=script("flush", "ledger"),
-        keys=(*keys.ledger(model), keys.slot(model, slot), keys.journal(model, slot, incarnation)),
+        keys=(
+            *keys.ledger(model),
+            keys.owner(model, slot),
+            keys.progress(model, slot),
+            keys.journal(model, f"{slot}:{incarnation}"),
+        ),
         arguments=tuple(arguments),
+    )
+
+
+def flush_behind(call: Call[Flushed], last: int) -> Call[Flushed]:
+    """The same flush as the next one behind number `last`, which is all that Redis has."""
+    incarnation, _, *others = call.arguments
+    return replace(call, arguments=(incarnation, last, *others))
+
+
+@dataclass(frozen=True)
+class OutputPart:
+    """Output of one running request, for `checkpoint`."""
+
+    request_id: str
+    output: bytes  # EngineCoreOutputs of this request alone
+    goes_well: bool = False  # it made so much output since it was taken that it is not why engines die
+
+
+def checkpoint(model: str, slot: str, incarnation: int, parts: Sequence[OutputPart], flushed: int = 0) -> Call[int]:
+    """Store outputs apart from the journal, which is cut up to flush number `flushed`. Returns how many of the requests run here.
+
+    The first part of a request that was taken over must hold all its earlier output. Raises Fenced, Unowned.
+    """
+    arguments: list[Argument] = [incarnation, slot, flushed, len(parts)]
+    for part in parts:
+        arguments += [part.request_id, int(part.goes_well), part.output]
+    return Call(
+        int,
+        script("checkpoint", "ledger"),
+        (*keys.ledger(model), keys.owner(model, slot), keys.journal(model, f"{slot}:{incarnation}")),
+        tuple(arguments),
     )
 
 
@@ -167,27 +265,114 @@ def finish(model: str, request_id: str, command: Abort, error: str | None = None
     return Call(decode, script("finish", "ledger"), (*keys.ledger(model), keys.control(model)), arguments)
 
 
-def fail_engine(model: str, slot: str, incarnation: int, error: str = ENGINE_DIED) -> Call[int]:
-    """End the requests that the slot's engines up to `incarnation` had in flight, with an error. Returns how many.
+class TakenOver(NamedTuple):
+    orphaned: int  # requests that wait for the next engine
+    ended: int  # requests that ended with an error, because engine after engine died of them
 
-    Refuses (0) while one of these incarnations holds the slot: a supervisor that saw the process exit releases its slot first.
-    Bounded batches follow one another.
+
+def takeover(model: str, slot: str, incarnation: int, *, sure: bool = False, blame: bool = True) -> Call[TakenOver]:
+    """The requests that the slot's engines up to `incarnation` had in flight wait for the next engine of their fingerprint.
+
+    Nothing happens while the engine's heartbeat is there, unless `sure`: its process was seen to end, or it asks itself. `blame`: a
+    request counts it as a death that it may have caused. Bounded batches follow one another.
     """
 
-    def batch(start: str, failed: int) -> Call[int]:
-        def decode(answer: list[Any]) -> int | Call[int]:
-            done = failed + int(answer[0])
-            return batch(answer[1].decode(), done) if answer[1] else done
+    def batch(start: str, so_far: TakenOver) -> Call[TakenOver]:
+        def decode(answer: list[Any]) -> TakenOver | Call[TakenOver]:
+            done = TakenOver(so_far.orphaned + int(answer[0]), so_far.ended + int(answer[1]))
+            return batch(answer[2].decode(), done) if answer[2] else done
 
         arguments = (
             incarnation,
-            int(FinishReason.ERROR),
-            error,
-            FAIL_BATCH,
+            int(sure),
+            int(blame),
+            TAKEOVER_BATCH,
             start,
             keys.consumer(slot),
+            int(FinishReason.ERROR),
             keys.client_channel(),
         )
-        return Call(decode, script("fail_engine", "ledger"), (*keys.ledger(model), keys.slot(model, slot)), arguments)
+        own_keys = (keys.owner(model, slot), keys.slot(model, slot), keys.slot_info(model, slot), keys.incarnation(model))
+        return Call(decode, script("takeover", "ledger", "incarnation"), (*keys.ledger(model), *own_keys), arguments)
 
-    return batch("-", 0)
+    return batch("-", TakenOver(0, 0))
+
+
+def expire_orphans(model: str, failover_timeout: float, most: int = TAKEOVER_BATCH) -> Call[int]:
+    """End requests that waited for an engine to continue them for longer than the failover time. Returns how many, `most` at
+    most."""
+    arguments = (milliseconds(failover_timeout), most, int(FinishReason.ERROR), keys.client_channel())
+    return Call(int, script("expire_orphans", "ledger"), (*keys.ledger(model), keys.served_by(model)), arguments)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between what an engine holds and what Redis says it has in flight."""
+
+    unknown: list[str]  # ids that Redis does not know
+    foreign: list[str]  # ids that ended, or that another engine has
+    returned: int  # requests in flight that the engine does not hold: they wait again
+
+
+def reconcile(model: str, slot: str, incarnation: int, fingerprint: str, held: Sequence[tuple[str, str]]) -> Call[Difference]:
+    """Make the engine's pending list what it holds: `held` has (id, entry) of each request. Raises Fenced, Unowned.
+
+    No `take` of this engine may be under way.
+    """
+    arguments: list[Argument] = [incarnation, slot, fingerprint, keys.consumer(slot), len(held)]
+    for request_id, entry in held:
+        arguments += [request_id, entry]
+
+    def decode(answer: list[Any]) -> Difference:
+        unknown, foreign, returned = answer
+        return Difference([name.decode() for name in unknown], [name.decode() for name in foreign], int(returned))
+
+    return Call(decode, script("reconcile", "ledger"), (*keys.ledger(model), keys.owner(model, slot)), tuple(arguments))
+
+
+def rebuild(
+    model: str,
+    slot: str,
+    incarnation: int,
+    fingerprint: str,
+    requests: Sequence[tuple[str, bytes, Mapping[str, Argument]]],
+) -> Call[list[str]]:
+    """Put requests that the engine holds, and that Redis has forgotten, back into Redis: (id, payload, fields of the record).
+
+    Returns their new entries; "" for one that Redis knows after all. Raises Fenced, Unowned.
+    """
+    arguments: list[Argument] = [incarnation, slot, fingerprint, keys.consumer(slot), len(requests)]
+    for request_id, payload, fields in requests:
+        arguments += [request_id, payload, *flat(fields)]
+    return Call(
+        lambda answer: [entry.decode() for entry in answer],
+        script("rebuild", "ledger", "entries"),
+        (*keys.ledger(model), keys.owner(model, slot)),
+        tuple(arguments),
+    )
+
+
+class StoredPart(NamedTuple):
+    client: str | None  # the API server that the message went to; None: a checkpoint, of one request alone
+    payload: bytes  # EngineCoreOutputs
+
+
+def read_journal(model: str, name: str) -> Call[list[StoredPart]]:
+    """All messages of a journal, oldest first."""
+
+    def decode(answers: list[Any]) -> list[StoredPart]:
+        return [
+            StoredPart(flat_fields[i].decode(), flat_fields[i + 1])
+            for _, flat_fields in answers[0]
+            for i in range(0, len(flat_fields), 2)
+        ]
+
+    return Call(decode, commands=(("XRANGE", keys.journal(model, name), "-", "+"),))
+
+
+def read_checkpoints(model: str, ids: Sequence[str]) -> Call[list[list[StoredPart]]]:
+    """What checkpoints stored of each of these requests."""
+    return Call(
+        lambda answers: [[StoredPart(None, part) for part in parts] for parts in answers],
+        commands=tuple(("LRANGE", keys.output(model, request_id), 0, -1) for request_id in ids),
+    )

@@ -180,7 +180,7 @@ class AsyncClient:
             try:
                 await self.directory.refresh()
                 await self.directory.check_admission()
-                await self.directory.fail_dead_engines()
+                await self.directory.take_over_dead_engines()
             except BusUnavailable as error:
                 self.directory.trouble = error.trouble
                 logger.warning("%s", error)

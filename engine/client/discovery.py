@@ -17,15 +17,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelHandle:
-    """A model with at least one live engine."""
+    """A model with a live engine, or one that lived within the failover time: requests may wait for the next."""
 
     name: str  # canonical: what its keys are made of
     tokenizer: str  # content hash of its TokenizerBundle
-    engines: list[EngineInfo] = field(default_factory=list)
+    engines: list[EngineInfo] = field(default_factory=list)  # at least one; the one that was heard of last where none lives
+    is_live: bool = True  # an engine lives
 
     @property
     def max_model_len(self) -> int:
-        """Tokens that every live engine can take."""
+        """Tokens that every engine can take."""
         return min(engine.max_model_len for engine in self.engines)
 
     @property
@@ -45,7 +46,7 @@ class ModelHandle:
 class Directory:
     """Models and engines as Redis knew them at the owner's last successful `refresh`."""
 
-    def __init__(self, bus: AsyncBus) -> None:
+    def __init__(self, bus: AsyncBus, failover_timeout: float = leases.FAILOVER_TIMEOUT) -> None:
         self.models: dict[str, ModelHandle] = {}  # by served name
         self.engines: list[EngineInfo] = []
         self.known_models: set[str] = set()  # with an engine alive or not
@@ -53,6 +54,7 @@ class Directory:
         self.trouble: Trouble | None = Trouble.AWAY  # of Redis; None: it serves
         self.refusal = ""  # why Redis takes no new requests, where it serves otherwise
         self._bus = bus
+        self._failover_timeout = failover_timeout  # seconds
 
     async def refresh(self) -> None:
         """Raises BusUnavailable."""
@@ -64,8 +66,11 @@ class Directory:
             engines = await self._bus.run(leases.engines(name))
             everyone += engines
             queues[name] = await self._bus.run(queue_depth(name))
+            is_live = bool(engines)
+            if not is_live and (last := await self._bus.run(leases.last_engine(name))) is not None:
+                engines = [last]
             if engines:
-                handle = ModelHandle(name, engines[0].tokenizer, engines)
+                handle = ModelHandle(name, engines[0].tokenizer, engines, is_live)
                 for served_name in [name, *(alias for engine in engines for alias in engine.served_names)]:
                     served.setdefault(served_name, handle)
         self.models, self.engines, self.queues, self.trouble = served, everyone, queues, None
@@ -78,14 +83,14 @@ class Directory:
         except BusUnavailable as error:
             self.refusal = f"Redis {error.trouble}."
 
-    async def fail_dead_engines(self) -> int:
-        """End the requests of engines that had no heartbeat for a whole time to live while Redis was up. Returns how many.
-
-        Raises BusUnavailable.
-        """
-        failed = 0
+    async def take_over_dead_engines(self) -> None:
+        """Let the requests of engines that had no heartbeat for a whole time to live, while Redis was up, wait for the next engine;
+        and end those for which none came within the failover time. Raises BusUnavailable."""
         for name in sorted(self.known_models):
             for dead in await self._bus.run(leases.dead_engines(name)):
-                logger.error("engine %s of %s is dead: its requests end", dead.slot, name)
-                failed += await self._bus.run(transitions.fail_engine(name, dead.slot, dead.incarnation))
-        return failed
+                left = await self._bus.run(transitions.takeover(name, dead.slot, dead.incarnation))
+                if left.orphaned or left.ended:
+                    logger.error("engine %s of %s is dead: %d requests wait for the next engine, %d ended", dead.slot, name, *left)
+            ended = await self._bus.run(transitions.expire_orphans(name, self._failover_timeout))
+            if ended:
+                logger.error("%d requests of %s ended: no engine came to continue them", ended, name)

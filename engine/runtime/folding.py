@@ -23,6 +23,7 @@ from engine.protocol import (
     OutputPromptLogprobs,
     RequestTimes,
     decode_column,
+    encode_column,
 )
 from engine.scheduling.request import Request
 from gpu.plan import Int32Array
@@ -55,6 +56,22 @@ class FoldedOutput:
                 request.end(end.reason, end.num_tokens, end.stop_reason, end.error, end.times.finished)
         if self.prompt_logprobs:
             requests[0].num_prompt_logprobs = self.prompt_logprobs[-1].end
+
+    def as_message(self, handle: int) -> EngineCoreOutputs:
+        """The whole output under one handle, as checkpoints store it."""
+        counts = [len(choice.token_ids) for choice in self.choices]
+        return EngineCoreOutputs(
+            "",
+            0,
+            0,
+            handles=encode_column(np.full(sum(counts), handle), np.int64),
+            choices=encode_column(np.repeat(np.arange(len(counts)), counts)),
+            offsets=encode_column(np.concatenate([np.arange(count) for count in counts])),
+            token_ids=encode_column(np.concatenate([choice.token_ids for choice in self.choices])),
+            logprobs=[told for choice in self.choices for told in choice.logprobs],
+            prompt_logprobs=list(self.prompt_logprobs),
+            finished=[choice.end for choice in self.choices if choice.end is not None],
+        )
 
 
 def fold(

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.bus import leases
-from engine.bus.call import BusUnavailable, Fenced
+from engine.bus.call import BusUnavailable
 from engine.bus.clock import BusClock
-from engine.bus.connection import Bus
 from engine.bus.leases import BEAT_INTERVAL
-from engine.protocol import EngineInfo, EngineStats
+from engine.protocol import EngineStats
+from engine.runtime.slot_owner import SlotOwner
 
 if TYPE_CHECKING:
     from engine.runtime.core import EngineCore
@@ -37,11 +37,17 @@ class Heartbeat:
     when it falls idle. So what was counted is told half a second later at most."""
 
     def __init__(
-        self, bus: Bus, core: EngineCore, info: EngineInfo, clock: BusClock, failed: Callable[[BaseException], None]
+        self,
+        owner: SlotOwner,
+        core: EngineCore,
+        clock: BusClock,
+        failed: Callable[[BaseException], None],
+        failover_timeout: float = leases.FAILOVER_TIMEOUT,
     ) -> None:
-        self.info = info
+        self.info = owner.info
         self.wants_snapshot = True
-        self._bus = bus
+        self._owner = owner
+        self._failover_timeout = failover_timeout
         self._core = core
         self._clock = clock
         self._failed = failed
@@ -55,15 +61,11 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Beat no more and give the slot back."""
+        """Beat no more."""
         self._stopped.set()
         self._hurry.set()
         if self._thread.ident is not None:
             self._thread.join(2.0)
-        try:
-            self._bus.run(leases.release_slot(self.info.model, self.info.slot, self.info.incarnation))
-        except (BusUnavailable, Fenced) as error:
-            logger.warning("the slot could not be given back, it will expire: %s", error)
 
     def publish(self, stats: EngineStats, progress: dict[str, int], waiting: dict[str, int]) -> None:
         """Called by the loop: the contents of the next beats."""
@@ -91,7 +93,10 @@ class Heartbeat:
     def _beat(self) -> None:
         asked_at = time.monotonic()
         try:
-            told = self._bus.run(leases.beat(self.info.model, self.info.slot, self.info.incarnation, self.info))
+            info = self.info
+            told = self._owner.run(
+                leases.beat(info.model, info.slot, info.incarnation, info, failover_timeout=self._failover_timeout)
+            )
             self._clock.heard(told, asked_at, time.monotonic())
         except BusUnavailable as error:
             logger.warning("the heartbeat cannot be sent: %s", error)

@@ -33,6 +33,7 @@ class HeldRequest:
     logprobs: list[list[OutputLogprobs]] = field(init=False)  # by choice, in order of output; empty when not asked for
     open_choices: set[int] = field(init=False)  # choices that have not ended
     promises: list[Abort] = field(default_factory=list)  # aborts to confirm when the choices that they name have ended
+    is_foreign: bool = False  # another engine has it by now: nothing of it is told any more
     folded: InitVar[FoldedOutput | None] = None  # what other engines made of it, which the choices have already
 
     def __post_init__(self, folded: FoldedOutput | None) -> None:

@@ -8,21 +8,37 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
 
 from engine.bus import control, keys, transitions
 from engine.bus.call import BusUnavailable, Call
-from engine.bus.connection import Bus
-from engine.bus.transitions import Taken
-from engine.protocol import INVALID_REQUEST, Abort, ControlCommand, EngineCoreRequest, decode_request
+from engine.bus.transitions import Orphan, OutputPart, StoredPart, Taken
+from engine.protocol import (
+    INVALID_REQUEST,
+    Abort,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    decode_client_message,
+    decode_request,
+    encode,
+)
 from engine.runtime.core import EngineCore, Unrunnable
-from engine.runtime.folding import FoldedOutput
+from engine.runtime.folding import FoldedOutput, fold
+from engine.runtime.owned_requests import OwnedRequest, OwnedRequests
+from engine.runtime.reconciliation import INTERVAL as RECONCILE_SECONDS
+from engine.runtime.reconciliation import Reconciler
+from engine.runtime.slot_owner import SlotOwner
 from engine.scheduling.request import Request
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LOOK_SECONDS = 0.2  # the longest that a lost bell can delay a request or a command
 
@@ -45,11 +61,10 @@ class Intake:
 
     def __init__(
         self,
-        bus: Bus,
-        model: str,
-        slot: str,
-        incarnation: int,
-        inbox: queue.SimpleQueue[Arrival | ControlCommand | None],
+        owner: SlotOwner,
+        owned: OwnedRequests,
+        reconciler: Reconciler,
+        inbox: queue.SimpleQueue[Any],
         core: EngineCore,
         failed: Callable[[BaseException], None],
     ) -> None:
@@ -58,10 +73,15 @@ class Intake:
         self.closed = False  # for good: the engine stops
         self.wants_room = False  # there was no room at the last look: `ring` when there is some
         self._num_taken = 0
+        self._num_takes = 0
         self._places_said = 0  # places that this engine last told the others
         self._unanswered: Call[list[Taken]] | None = None  # a take whose answer was lost: it may own requests already
-        self._bus = bus
-        self._model, self._slot, self._incarnation = model, slot, incarnation
+        self._owner = owner
+        self._owned = owned
+        self._reconciler = reconciler
+        self._reconciled_at = time.monotonic()
+        self._must_reconcile = False
+        self._journals: dict[str, list[tuple[str | None, EngineCoreOutputs]]] = {}  # of dead engines, by name
         self._inbox = inbox
         self._core = core
         self._failed = failed
@@ -99,32 +119,78 @@ class Intake:
     def _take_requests(self) -> None:
         while not self._stopped.is_set():
             self._bell.clear()
-            if not self._take_once():
+            try:
+                self._reconcile_if_due()
+                took_some = self._take_once()
+            except BusUnavailable as error:
+                logger.warning("no requests can be taken from Redis: %s", error)
+                took_some = False
+            if not took_some:
                 self._bell.wait(LOOK_SECONDS)
+
+    def _reconcile_if_due(self) -> None:
+        if self._must_reconcile or time.monotonic() - self._reconciled_at >= RECONCILE_SECONDS:
+            self._must_reconcile = False
+            self._reconciled_at = time.monotonic()
+            try:
+                self._reconciler.run()
+            except BusUnavailable:
+                self._must_reconcile = True
+                raise
 
     def _take_once(self) -> bool:
         """Take what there is room for; False when there was nothing to take, no room, or what waits is for others to take.
 
-        An engine that has come to have fewer places than it said asks for none, to say so.
+        An engine that has come to have fewer places than it said asks for none, to say so. Raises BusUnavailable.
         """
         room, places = self._room()
         if room <= 0 and places >= self._places_said and self._unanswered is None:
             return False
-        call = self._unanswered
-        if call is None:
-            call = transitions.take(self._model, self._slot, self._incarnation, room, places)
-            self._places_said = places
-        try:
-            entries = self._bus.run(call)
-        except BusUnavailable as error:
-            logger.warning("no requests can be taken from Redis: %s", error)
+        with self._owned.taking:
+            call = self._unanswered or self._next_take(room, places)
             self._unanswered = call
-            return False
-        self._unanswered = None
+            entries = self._owner.run(call)
+            self._unanswered = None
+            arrivals = self._own(entries)
         self._places_said -= min(len(entries), self._places_said)
-        for taken in entries:
-            self._hand_over(taken)
+        for taken, source in arrivals:
+            self._num_taken += 1
+            self._hand_over(taken, source)
+        self._journals.clear()
         return bool(entries)
+
+    def _next_take(self, room: int, places: int) -> Call[list[Taken]]:
+        self._num_takes += 1
+        self._places_said = places
+        owner = self._owner
+        return transitions.take(
+            owner.model,
+            owner.slot,
+            owner.incarnation,
+            owner.fingerprint,
+            self._num_takes,
+            room,
+            places,
+            may_suspect=not self._owned.any_suspect,
+        )
+
+    def _own(self, entries: list[Taken]) -> list[tuple[Taken, EngineCoreRequest]]:
+        """Note what was taken; what cannot be read ends."""
+        arrivals: list[tuple[Taken, EngineCoreRequest]] = []
+        for taken in entries:
+            try:
+                source = decode_request(taken.payload)
+            except msgspec.DecodeError as error:
+                self._reject(taken.entry, f"{INVALID_REQUEST}{error}")
+                continue
+            if (source.client, source.handle) != (taken.client, taken.handle):
+                source = msgspec.structs.replace(source, client=taken.client, handle=taken.handle)
+            if self._owned.get(source.request_id) is not None:  # its take was sent twice, or rolled back: it is one request
+                logger.warning("request %s is held already", source.request_id)
+                continue
+            self._owned.add(OwnedRequest(source, taken.entry, taken.orphan.attempts if taken.orphan else 0))
+            arrivals.append((taken, source))
+        return arrivals
 
     def _room(self) -> tuple[int, int]:
         """How many requests to take now, and how many more could run: the others leave to this engine its share of those."""
@@ -136,41 +202,71 @@ class Intake:
         self.wants_room = room <= 0
         return max(0, room), max(0, self._core.scheduler.num_free_places - coming)
 
-    def _hand_over(self, taken: Taken) -> None:
+    def _hand_over(self, taken: Taken, source: EngineCoreRequest) -> None:
         try:
-            source = decode_request(taken.payload)
-            arrival = Arrival(source, self._core.make_requests(source, taken.enqueued, taken.taken))
-        except (msgspec.DecodeError, Unrunnable) as error:
-            self._reject(taken.entry, f"{INVALID_REQUEST}{error}")
+            orphan = taken.orphan
+            folded = self._folded(source, orphan) if orphan else None
+            choices = self._core.make_requests(source, taken.enqueued, taken.taken, folded)
+            self._inbox.put(Arrival(source, choices, folded, orphan.orders if orphan else ()))
+        except Unrunnable as error:
+            self._give_up(taken, source, f"{INVALID_REQUEST}{error}")
         except Exception as error:  # a bad request ends itself alone
             logger.exception("entry %s cannot be taken in", taken.entry)
-            self._reject(taken.entry, f"The engine cannot take the request in: {type(error).__name__}: {error}")
-        else:
-            self._num_taken += 1
-            self._inbox.put(arrival)
+            self._give_up(taken, source, f"The engine cannot take the request in: {type(error).__name__}: {error}")
+
+    def _folded(self, source: EngineCoreRequest, orphan: Orphan) -> FoldedOutput:
+        """The output that dead engines made of a request, which this engine stores as its first part."""
+        owner = self._owner
+        (parts,) = self._insist(transitions.read_checkpoints(owner.model, [source.request_id]))
+        messages = _readable(parts)
+        for name in orphan.journals:
+            messages += self._journal(name)
+        folded = fold(source, messages, orphan.attachments, orphan.cached_tokens, orphan.times)
+        part = OutputPart(source.request_id, encode(folded.as_message(source.handle)))
+        self._insist(transitions.checkpoint(owner.model, owner.slot, owner.incarnation, [part]))
+        return folded
+
+    def _journal(self, name: str) -> list[tuple[str | None, EngineCoreOutputs]]:
+        """A dead engine's journal, read once for all of its requests that come with one take."""
+        if name not in self._journals:
+            self._journals[name] = _readable(self._insist(transitions.read_journal(self._owner.model, name)))
+        return self._journals[name]
+
+    def _insist(self, call: Call[T]) -> T:
+        """Again and again while Redis is away: what was taken must get on. Raises BusUnavailable when the engine stops."""
+        while True:
+            try:
+                return self._owner.run(call)
+            except BusUnavailable as error:
+                if self._stopped.wait(0.1):
+                    raise
+                logger.warning("a request that was taken waits for Redis: %s", error)
+
+    def _give_up(self, taken: Taken, source: EngineCoreRequest, why: str) -> None:
+        self._num_taken -= 1  # it does not come to the loop
+        self._reject(taken.entry, why)
+        self._owned.remove([source.request_id])
 
     def _reject(self, entry_id: str, why: str) -> None:
         """Until Redis has heard it: the entry is this engine's, and no other process will end it."""
         logger.warning("entry %s ends: %s", entry_id, why)
-        call = transitions.reject(self._model, self._slot, self._incarnation, entry_id, why)
-        while not self._stopped.is_set():
-            try:
-                self._bus.run(call)
-                return
-            except BusUnavailable as error:
-                logger.warning("the rejection of an entry waits for Redis: %s", error)
+        owner = self._owner
+        with suppress(BusUnavailable):  # the engine stops: the next one rejects it
+            self._insist(transitions.reject(owner.model, owner.slot, owner.incarnation, entry_id, why))
 
     def _take_commands(self) -> None:
         last_id = "0"
-        channels = (keys.wake_channel(self._model), keys.control_channel(self._model, self._slot))
+        owner = self._owner
+        channels = (keys.wake_channel(owner.model), keys.control_channel(owner.model, owner.slot))
         is_away = False
         while not self._stopped.is_set():
             try:
-                with self._bus.subscribe(*channels) as subscription:
+                with owner.bus.subscribe(*channels) as subscription:
+                    self._must_reconcile |= is_away
                     is_away = False
                     self._bell.set()  # what arrived before the subscription rang no bell here
                     while not self._stopped.is_set():
-                        batch = self._bus.run(control.read_control(self._model, self._slot, self._incarnation, last_id))
+                        batch = owner.bus.run(control.read_control(owner.model, owner.slot, owner.incarnation, last_id))
                         last_id = batch.last_id
                         for command in batch.commands:
                             self._inbox.put(command)
@@ -181,3 +277,17 @@ class Intake:
                     logger.warning("no commands can be read from Redis: %s", error)
                 is_away = True
                 self._stopped.wait(0.1)
+
+
+def _readable(parts: list[StoredPart]) -> list[tuple[str | None, EngineCoreOutputs]]:
+    """(API server, message). What cannot be read counts as lost: it is computed again."""
+    messages: list[tuple[str | None, EngineCoreOutputs]] = []
+    for part in parts:
+        try:
+            message = decode_client_message(part.payload)
+        except msgspec.DecodeError as error:
+            logger.error("a stored output cannot be read: %s", error)
+        else:
+            if isinstance(message, EngineCoreOutputs):
+                messages.append((part.client, message))
+    return messages

@@ -11,14 +11,19 @@ import math
 import queue
 import time
 
+from engine.bus import transitions
+from engine.bus.call import BusUnavailable, Fenced
 from engine.protocol import Abort, ControlCommand, ControlReply, FinishReason, Replay, Utility
 from engine.runtime.core import EngineCore
+from engine.runtime.folding import FoldedChoice, FoldedOutput
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.held_requests import HeldRequest, HeldRequests, output_logprobs, output_prompt_logprobs
 from engine.runtime.intake import Arrival, Intake
 from engine.runtime.kv_pressure import KVPressure
 from engine.runtime.publisher import Publisher, StepEvents
+from engine.runtime.reconciliation import Forget, StoreOutputs
 from engine.runtime.replay import replay
+from engine.runtime.slot_owner import SlotOwner
 from engine.runtime.utility_calls import UtilityCalls
 from engine.scheduling.request import Request
 from engine.scheduling.step_outputs import StepOutputs
@@ -36,7 +41,7 @@ class EngineLoop:
         self.core = core
         self.model = model
         self.held = HeldRequests()
-        self.inbox: queue.SimpleQueue[Arrival | ControlCommand | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Arrival | ControlCommand | Forget | StoreOutputs | None] = queue.SimpleQueue()
         self._clients = clients
         self._client_index: dict[str, int] = {}
         self._stopping = False
@@ -44,7 +49,8 @@ class EngineLoop:
         self._failure: BaseException | None = None
         self._pressure = KVPressure(core.limits)
 
-    def attach(self, intake: Intake, publisher: Publisher, heartbeat: Heartbeat) -> None:
+    def attach(self, owner: SlotOwner, intake: Intake, publisher: Publisher, heartbeat: Heartbeat) -> None:
+        self.owner = owner
         self.intake, self.publisher, self.heartbeat = intake, publisher, heartbeat
         self._utilities = UtilityCalls(self.core, intake, heartbeat)
 
@@ -66,13 +72,14 @@ class EngineLoop:
                 if outputs is not None and not self.core.has_work:
                     self._publish_snapshot()
                     self.heartbeat.hurry()
-        except BaseException as error:
-            self._end_all(f"The engine stopped: {error}")
+        except BaseException:
+            self._hand_over(blame=True)
             raise
-        self._end_all("The engine was shut down.")
+        self._hand_over(blame=False)
 
     def stop(self, timeout: float = 0.0) -> None:
-        """Take no more requests; end what still runs after `timeout` seconds, or at once when asked again; then return from `run`.
+        """Take no more requests; after `timeout` seconds, or at once when asked again, leave what still runs to the next engine;
+        then return from `run`.
 
         Until then aborts are obeyed. Safe in a signal handler: it takes no lock, which the code that it interrupts might hold.
         """
@@ -107,6 +114,10 @@ class EngineLoop:
             if isinstance(item, Arrival):
                 self._admit(item, events)
                 self.intake.num_admitted += 1  # once the scheduler counts it: it is either here or on its way, at any time
+            elif isinstance(item, Forget):
+                self._forget(item)
+            elif isinstance(item, StoreOutputs):
+                self._store_outputs(events)
             elif item is not None:
                 self._obey(item, events)
         self.core.executor.check_health()
@@ -206,6 +217,9 @@ class EngineLoop:
     def _close(self, request: Request, events: StepEvents) -> None:
         """The end of a choice, which holds nothing any more, and what was promised for then."""
         held = self.held.of(request)
+        if held.is_foreign:
+            self.held.close_choice(request)
+            return
         events.ended_choices.append((held, request))
         if self.held.close_choice(request) is not None:
             events.ended.append(held)
@@ -213,25 +227,48 @@ class EngineLoop:
         for command in held.take_due_promises():
             self._confirm(command, held, events)
 
-    def _end_all(self, why: str) -> None:
-        """The one terminal output of everything taken and not ended, then the last flush."""
+    def _forget(self, command: Forget) -> None:
+        """Requests that another engine has, or that ended elsewhere, end here without a word."""
+        for request_id in command.ids:
+            held = self.held.get(request_id)
+            if held is not None:
+                held.is_foreign = True
+                self.core.finish(request_id)
+
+    def _store_outputs(self, events: StepEvents) -> None:
+        """All that the requests held here have put out, for a checkpoint."""
+        for held in self.held.all():
+            if not held.is_foreign:
+                events.stored.append((held.source.request_id, self._whole_output(held).as_message(held.source.handle)))
+
+    def _hand_over(self, blame: bool) -> None:
+        """Flush what is there, then leave the rest to the next engine: it goes on with the output that Redis has. `blame`: one of
+        the requests may be why this engine ends."""
         self.intake.stop()
         self.intake.join(timeout=2.0)
-        events = StepEvents()
-        while not self.inbox.empty():
-            if isinstance(item := self.inbox.get(), Arrival):
-                self._admit(item, events)
-        for held in self.held.all():
-            self._end(held, why, events)
-            for request in held.choices:
-                if held.is_open(request.choice):  # no step will return to free its blocks
-                    self._close(request, events)
-        if events:
-            self.publisher.put(events)
         self.publisher.close(timeout=2.0)
         self.heartbeat.stop()
+        owner = self.owner
+        try:
+            left = owner.run(transitions.takeover(owner.model, owner.slot, owner.incarnation, sure=True, blame=blame))
+        except (BusUnavailable, Fenced) as error:
+            logger.warning("the slot could not be given back, its heartbeat will be missed: %s", error)
+        else:
+            if left.orphaned:
+                logger.warning("%d requests are left to the next engine", left.orphaned)
 
     # Looking
+
+    def _whole_output(self, held: HeldRequest) -> FoldedOutput:
+        choices = [
+            FoldedChoice(
+                self._tokens_of(request, 0),
+                held.logprobs[request.choice],
+                None if held.is_open(request.choice) else held.finished_output(request),
+            )
+            for request in held.choices
+        ]
+        return FoldedOutput(choices, held.prompt_logprobs)
 
     def _tokens_of(self, request: Request, offset: int) -> Int32Array:
         """A choice's output tokens so far, from the offset on."""

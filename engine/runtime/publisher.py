@@ -1,6 +1,7 @@
 """The thread that sends a step's events to Redis: outputs by API server, records of ended requests, replies to commands.
 
 One flush a step, for all of its requests. While Redis is away the queue in front of this thread fills, and then the engine pauses.
+When Redis comes back without the last flushes, the thread sends again those that it keeps.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from engine.bus import keys, transitions
 from engine.bus.call import BusUnavailable, Call
-from engine.bus.connection import Bus
-from engine.bus.transitions import EndedRequest
+from engine.bus.transitions import GAP, EndedRequest, Flushed, OutputPart
 from engine.protocol import ControlReply, EngineCoreOutputs, OutputLogprobs, OutputPromptLogprobs, encode, encode_column
+from engine.runtime.checkpoints import OpenJournal
 from engine.runtime.held_requests import HeldRequest, reason_of
+from engine.runtime.owned_requests import OwnedRequest, OwnedRequests
+from engine.runtime.reconciliation import Reconciler
+from engine.runtime.slot_owner import SlotOwner
 from engine.scheduling.request import Request
 from engine.scheduling.step_outputs import StepOutputs
 
@@ -29,6 +35,10 @@ logger = logging.getLogger(__name__)
 
 MOST_WAITING_EVENTS = 256  # steps of output held while Redis is away
 PAUSE_SECONDS = 0.25  # between looks at whether a paused engine was told to stop
+KEPT_SECONDS = 5.0  # of flushes, to be sent again: a Redis with AOF loses the last second, a replica that is promoted about as much
+KEPT_BYTES = 16 << 20
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -43,10 +53,22 @@ class StepEvents:
     ended: list[HeldRequest] = field(default_factory=list)  # every choice has ended
     replays: list[tuple[str, EngineCoreOutputs]] = field(default_factory=list)  # client, the output that it lacked
     replies: list[tuple[str, ControlReply]] = field(default_factory=list)  # client, answer
+    stored: list[tuple[str, EngineCoreOutputs]] = field(default_factory=list)  # id, the whole output so far, for a checkpoint
 
     def __bool__(self) -> bool:
         some_tokens = self.outputs is not None and len(self.outputs.handles) > 0
-        return some_tokens or any((self.prompt_logprobs, self.ended_choices, self.replays, self.replies))
+        return some_tokens or any((self.prompt_logprobs, self.ended_choices, self.replays, self.replies, self.stored))
+
+
+@dataclass(frozen=True)
+class KeptFlush:
+    """A flush that was sent, in case Redis loses it."""
+
+    number: int
+    call: Call[Flushed]
+    ended: list[OwnedRequest]  # requests that it ended
+    size: int  # bytes
+    sent_at: float  # monotonic
 
 
 class Publisher:
@@ -54,21 +76,24 @@ class Publisher:
 
     def __init__(
         self,
-        bus: Bus,
-        model: str,
-        slot: str,
-        incarnation: int,
+        owner: SlotOwner,
+        owned: OwnedRequests,
+        reconciler: Reconciler,
         clients: list[str],
         failed: Callable[[BaseException], None],
     ) -> None:
-        self._bus = bus
-        self._model, self._slot, self._incarnation = model, slot, incarnation
-        self._engine = f"{model}:{slot}"
+        self._owner = owner
+        self._owned = owned
+        self._reconciler = reconciler
+        self._engine = f"{owner.model}:{owner.slot}"
         self._clients = clients  # the loop's table: index -> API server incarnation; only ever appended to
         self._failed = failed
         self._queue: queue.Queue[StepEvents | None] = queue.Queue(MOST_WAITING_EVENTS)
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._num_flushes = 0
+        self._kept: deque[KeptFlush] = deque()
+        self._kept_size = 0
+        self._journal = OpenJournal()
         self._give_up_at = math.inf  # monotonic
         self._is_closed = False
 
@@ -106,34 +131,85 @@ class Publisher:
                 pass
 
     def _flush(self, events: StepEvents) -> None:
-        call = self.call_for(events)
+        call, messages, size = self.call_for(events)
+        ended = [owned for held in events.ended if (owned := self._owned.get(held.source.request_id)) is not None]
+        self._keep(KeptFlush(self._num_flushes, call, ended, size, time.monotonic()))
+        if self._deliver(call):
+            self._owned.remove(owned.source.request_id for owned in ended)
+            self._journal.add(messages, size)
+        if events.stored:
+            self._checkpoint([OutputPart(request_id, encode(output)) for request_id, output in events.stored])
+        elif self._journal.is_full:
+            self._checkpoint(self._journal.take_parts(self._owned))
+
+    def _deliver(self, call: Call[Flushed]) -> bool:
+        """Until Redis has it; False: the engine stops first."""
+        flushed = self._insist(call)
+        while flushed is not None and flushed.outcome == GAP:
+            flushed = self._send_again(flushed.last)
+        return flushed is not None
+
+    def _send_again(self, last: int) -> Flushed | None:
+        """Redis has flushes up to number `last` alone: it was restarted, rolled back or wiped. What it lost comes again, in
+        order."""
+        again = [kept for kept in self._kept if kept.number > last]
+        logger.warning("Redis has lost %d flushes of this engine: they are sent again", len(again))
+        self._insist_on(lambda: self._reconciler.run([owned for kept in again for owned in kept.ended]))
+        flushed: Flushed | None = Flushed(GAP, last)
+        for kept in again:
+            flushed = self._insist(transitions.flush_behind(kept.call, last))
+            if flushed is None or flushed.outcome == GAP:
+                return flushed
+            last = kept.number
+        self._reconciler.store_outputs()
+        return flushed
+
+    def _keep(self, kept: KeptFlush) -> None:
+        self._kept.append(kept)
+        self._kept_size += kept.size
+        while len(self._kept) > 1 and (self._kept_size > KEPT_BYTES or kept.sent_at - self._kept[0].sent_at > KEPT_SECONDS):
+            self._kept_size -= self._kept.popleft().size
+
+    def _checkpoint(self, parts: list[OutputPart]) -> None:
+        owner = self._owner
+        self._insist(transitions.checkpoint(owner.model, owner.slot, owner.incarnation, parts, self._num_flushes))
+
+    def _insist(self, call: Call[T]) -> T | None:
+        return self._insist_on(lambda: self._owner.run(call))
+
+    def _insist_on(self, work: Callable[[], T]) -> T | None:
+        """Again and again while Redis is away; None: the engine stops first."""
         delay = 0.02
         while True:
             try:
-                self._bus.run(call)
-                return
+                return work()
             except BusUnavailable as error:
                 if self._is_closed:
-                    return
+                    return None
                 logger.warning("output waits for Redis: %s", error)
                 time.sleep(delay)  # Redis gives no sign of its return
                 delay = min(2 * delay, 1.0)
 
-    def call_for(self, events: StepEvents) -> Call[int]:
-        """The flush of events, under the next number."""
+    def call_for(self, events: StepEvents) -> tuple[Call[Flushed], list[tuple[str, EngineCoreOutputs]], int]:
+        """The flush of events, under the next number; the messages that it journals, and their size in bytes."""
         self._num_flushes += 1
-        return transitions.flush(
-            self._model,
-            self._slot,
-            self._incarnation,
+        messages = self._messages(events)
+        payloads = [(client, encode(message)) for client, message in messages]
+        call = transitions.flush(
+            self._owner.model,
+            self._owner.slot,
+            self._owner.incarnation,
+            self._num_flushes - 1,
             self._num_flushes,
-            messages=self._messages(events),
+            messages=payloads,
             started=[(held.source.request_id, _started_fields(held)) for held in events.started],
             ended=[_ended_request(held) for held in events.ended],
             notices=self._notices(events),
         )
+        return call, messages, sum(len(payload) for _, payload in payloads)
 
-    def _messages(self, events: StepEvents) -> list[tuple[str, bytes]]:
+    def _messages(self, events: StepEvents) -> list[tuple[str, EngineCoreOutputs]]:
+        """(API server, its message)."""
         by_client: dict[int, EngineCoreOutputs] = {}
         if events.outputs is not None:
             self._add_columns(events.outputs, by_client)
@@ -143,12 +219,12 @@ class Publisher:
             self._of(by_client, client).prompt_logprobs.append(prompt_told)
         for held, request in events.ended_choices:
             self._of(by_client, request.client).finished.append(held.finished_output(request))
-        return [(self._clients[client], encode(message)) for client, message in by_client.items()]
+        return [(self._clients[client], message) for client, message in by_client.items()]
 
     def _notices(self, events: StepEvents) -> list[tuple[str, bytes]]:
         """What the journal need not hold: replies, and output that it holds already."""
         for _, replay in events.replays:
-            replay.engine, replay.incarnation, replay.flush_number = self._engine, self._incarnation, self._num_flushes
+            replay.engine, replay.incarnation, replay.flush_number = self._engine, self._owner.incarnation, self._num_flushes
         return [(keys.client_channel(client), encode(message)) for client, message in (*events.replies, *events.replays)]
 
     def _add_columns(self, outputs: StepOutputs, by_client: dict[int, EngineCoreOutputs]) -> None:
@@ -164,7 +240,7 @@ class Publisher:
     def _of(self, by_client: dict[int, EngineCoreOutputs], client: int) -> EngineCoreOutputs:
         if client not in by_client:
             by_client[client] = EngineCoreOutputs(
-                self._engine, self._incarnation, self._num_flushes, logprobs=[], prompt_logprobs=[], finished=[]
+                self._engine, self._owner.incarnation, self._num_flushes, logprobs=[], prompt_logprobs=[], finished=[]
             )
         return by_client[client]
 

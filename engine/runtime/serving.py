@@ -17,8 +17,11 @@ from engine.runtime.core import EngineCore
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.intake import Intake
 from engine.runtime.loop import EngineLoop
+from engine.runtime.owned_requests import OwnedRequests
 from engine.runtime.progress import Progress
 from engine.runtime.publisher import Publisher
+from engine.runtime.reconciliation import Reconciler
+from engine.runtime.slot_owner import SlotOwner
 from engine.runtime.stop_signals import StopSignals
 from gpu.checkpoint.model_files import model_name
 from gpu.checkpoint.tokenizer_files import load_tokenizer_files
@@ -38,24 +41,28 @@ def serve(config: EngineConfig, executor: Executor, progress: Progress, signals:
         bus.run(put_tokenizer(name, tokenizer, bundle))
         clock.ask(bus)
         info = engine_info(config, core, name, tokenizer)
-        info.slot, info.incarnation = bus.run(leases.claim_slot(name, info, wanted=config.parallel.data_parallel_rank))
-        bus.run(transitions.fail_engine(name, info.slot, info.incarnation - 1))
-        loop = connect(core, bus, info, clock)
+        info.slot, info.incarnation = bus.run(
+            leases.claim_slot(name, info, wanted=config.parallel.data_parallel_rank, failover_timeout=config.redis.failover_timeout)
+        )
+        bus.run(transitions.takeover(name, info.slot, info.incarnation - 1))
+        loop = connect(core, SlotOwner(bus, info, bundle), clock, config.redis.failover_timeout)
         signals.obey_with(lambda: loop.stop(shutdown_timeout))
         logger.info("%s", describe(info))
         progress.say("ready", model=name, slot=info.slot, max_model_len=info.max_model_len, num_blocks=info.num_blocks)
         loop.run()
 
 
-def connect(core: EngineCore, bus: Bus, info: EngineInfo, clock: BusClock) -> EngineLoop:
-    """A loop around `core` with its side threads, for the slot that `info` names."""
+def connect(core: EngineCore, owner: SlotOwner, clock: BusClock, failover_timeout: float = leases.FAILOVER_TIMEOUT) -> EngineLoop:
+    """A loop around `core` with its side threads, for the slot of `owner`."""
     clients: list[str] = []
-    loop = EngineLoop(core, info.model, clients)
-    place = (bus, info.model, info.slot, info.incarnation)
+    loop = EngineLoop(core, owner.model, clients)
+    owned = OwnedRequests()
+    reconciler = Reconciler(owner, owned, loop.inbox)
     loop.attach(
-        Intake(*place, loop.inbox, core, loop.fail),
-        Publisher(*place, clients, loop.fail),
-        Heartbeat(bus, core, info, clock, loop.fail),
+        owner,
+        Intake(owner, owned, reconciler, loop.inbox, core, loop.fail),
+        Publisher(owner, owned, reconciler, clients, loop.fail),
+        Heartbeat(owner, core, clock, loop.fail, failover_timeout),
     )
     return loop
 

@@ -1,13 +1,19 @@
--- beat: the slot's heartbeat, with what the engine says of itself.
+-- beat: the heartbeat of a slot's owner, with what the engine says of itself.
 --
--- KEYS slot, its info
--- ARGV incarnation, time to live in ms, info
--- Answer: Redis' clock, by which the engine sets its own, as TIME gives it; or the error FENCED. A slot that ran out is not revived:
--- others may have declared its engine dead.
+-- KEYS owner, slot, its info, served, served by this fingerprint, info of the last engine
+-- ARGV incarnation, time to live in ms, info, failover time in ms
+-- Answer: Redis' clock, by which the engine sets its own, as TIME gives it; or the error FENCED or UNOWNED. A slot whose time to live
+-- ran out is revived: it told only that nothing was heard of its engine, which is the owner until another incarnation is.
 
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then
-  return redis.error_reply('FENCED the slot is not held by this incarnation')
-end
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
-redis.call('SET', KEYS[2], ARGV[3], 'PX', ARGV[2])
+local OWNER, SLOT, INFO, SERVED, SERVED_BY, LAST_INFO = unpack(KEYS)
+local incarnation, ttl, info, failover = unpack(ARGV)
+
+local owner = redis.call('GET', OWNER)
+if not owner then return redis.error_reply('UNOWNED the slot has no owner') end
+if owner ~= incarnation then return redis.error_reply('FENCED the slot is owned by another incarnation') end
+redis.call('SET', SLOT, incarnation, 'PX', ttl)
+redis.call('SET', INFO, info, 'PX', ttl)
+redis.call('SET', LAST_INFO, info, 'PX', failover)
+redis.call('SET', SERVED, '', 'PX', failover)
+redis.call('SET', SERVED_BY, '', 'PX', failover)
 return redis.call('TIME')

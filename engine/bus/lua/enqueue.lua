@@ -1,14 +1,13 @@
 -- enqueue: a list of requests becomes entries of the stream, each with its record and its place in the order; all of them or none.
 --
--- KEYS 1-9 ledger, 10 slots, 11 prefix of slots
--- ARGV most choices (-1: any), most waiting prompt tokens (-1: any), require an engine (0, 1), share of maxmemory, wake channel,
+-- KEYS ledger, then served
+-- ARGV most choices (-1: any), most waiting prompt tokens (-1: any), require an engine, or one that lived lately (0, 1), share of maxmemory, wake channel,
 --      number of requests; of each: id, payload, number of field names and values, these
 -- Answer: ok and the entries, or refused, reason, measured value, limit, request id.
 --
 -- Sent twice: requests that stand there with the same API server and handle are answered with their entries.
 
-local SLOTS, SLOT = KEYS[10], KEYS[11]
-local EXTERNAL_LOOKED_AT = 8 -- oldest entries of a full index that one request looks at
+local SERVED = KEYS[OWN_KEYS + 1]
 local max_requests, max_tokens, require_engine, memory_share, wake = unpack(ARGV, 1, 5)
 
 local function refused(reason, value, limit, id)
@@ -45,16 +44,10 @@ local function known_already(requests)
   return entries
 end
 
-local function engine_lives()
-  for _, number in ipairs(redis.call('SMEMBERS', SLOTS)) do
-    if redis.call('EXISTS', SLOT .. number) == 1 then return true end
-  end
-  return false
-end
-
 local function check_limits(requests)
-  if require_engine == '1' and not engine_lives() then return refused('no_engine', 0, 0, '') end
+  if require_engine == '1' and redis.call('EXISTS', SERVED) == 0 then return refused('no_engine', 0, 0, '') end
   local used, limit = memory_beyond(memory_share)
+  while used and drop_oldest_output() do used, limit = memory_beyond(memory_share) end -- old results give way to new requests
   if used then return refused('memory', used, limit, '') end
   local load = redis.call('HMGET', LOAD, 'requests', 'tokens')
   local choices, tokens = tonumber(load[1] or 0), tonumber(load[2] or 0)
@@ -68,36 +61,17 @@ local function check_limits(requests)
   return nil
 end
 
--- An id that a client uses for ever must not fill Redis, but a live request is found under its id, however many share it: only what
--- has ended goes, looked for among the oldest.
-local function trim_external(index)
-  local excess = redis.call('ZCARD', index) - EXTERNAL_KEPT
-  if excess <= 0 then return end
-  for _, id in ipairs(redis.call('ZRANGE', index, 0, math.min(excess, EXTERNAL_LOOKED_AT) - 1)) do
-    if not redis.call('ZSCORE', LIVE, id) then redis.call('ZREM', index, id) end
-  end
-end
-
 local function add(request)
-  local entry = redis.call('XADD', REQUESTS, '*', 'id', request.id, 'payload', request.payload)
-  redis.call('HSET', RECORD .. request.id, 'entry', entry, 'enqueued', NOW, unpack(request.fields))
+  local entry = add_entry(request.id, request.payload, request.fields)
   redis.call('ZADD', ORDER, request.priority, order_member(entry))
-  redis.call('ZADD', LIVE, NOW, request.id)
   add_request(request.tenant, request.client, tonumber(request.n), 1)
   add_waiting(request.tenant, tonumber(request.n), tonumber(request.prompt_tokens), 1)
-  local index = EXTERNAL .. request.external_id
-  redis.call('ZADD', index, NOW, request.id)
-  trim_external(index)
-  redis.call('PERSIST', index)
   return entry
 end
 
 local requests = parse_requests()
 local answer = known_already(requests) or check_limits(requests)
 if answer then return answer end
-if redis.call('EXISTS', REQUESTS) == 0 then
-  redis.call('XGROUP', 'CREATE', REQUESTS, GROUP, '0', 'MKSTREAM')
-end
 answer = {'ok'}
 for _, request in ipairs(requests) do answer[#answer + 1] = add(request) end
 redis.call('PUBLISH', wake, '')

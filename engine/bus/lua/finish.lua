@@ -1,21 +1,24 @@
 -- finish: a request ends, in whatever state it is.
 --
--- KEYS 1-9 ledger, 10 prefix of control streams
+-- KEYS ledger, then prefix of control streams
 -- ARGV id, reason's number, reason's name, error, choice (-1: all), command, tombstone's time to live in ms, commands kept,
 --      control's time to live in ms, prefix of client channels, prefix of control channels
 -- Answer: the state before, and the record without its output, flat.
 --
 -- queued: ended here, its API server is told. running: the command goes to the owner, which answers. ended: nothing. unknown: a
 -- tombstone, which `enqueue` meets. Sent twice: the second finds "ended", or puts a second command that finds nothing to do.
+-- An engine may die before it obeys: the record keeps the command, for the engine that goes on. So it does for an orphan, whose
+-- choice has stopped well: the next engine writes its whole output.
 
-local CONTROL = KEYS[10]
+local CONTROL = KEYS[OWN_KEYS + 1]
+local STOP = '0' -- protocol.FinishReason
 local id, reason, reason_name, error, choice, command, tombstone_ttl, kept, control_ttl, client_channel, control_channel = unpack(ARGV)
 local key = RECORD .. id
 
 local function record_without_output()
   local flat, answer = redis.call('HGETALL', key), {}
   for i = 1, #flat, 2 do
-    if flat[i] ~= 'output' then
+    if flat[i] ~= 'output' and string.sub(flat[i], 1, 7) ~= 'finish:' then
       answer[#answer + 1] = flat[i]
       answer[#answer + 1] = flat[i + 1]
     end
@@ -23,15 +26,16 @@ local function record_without_output()
   return answer
 end
 
-local record = redis.call('HMGET', key, 'state', 'n', 'engine', 'incarnation')
-local state = record[1]
+local record = redis.call('HMGET', key, 'state', 'n', 'engine', 'incarnation', 'journals')
+local state, is_orphan = record[1], record[1] == 'queued' and record[5]
 
 if not state then
   redis.call('SET', TOMBSTONE .. id, '', 'PX', tombstone_ttl)
   return {'unknown', {}}
 end
 
-if state == 'queued' and (choice == '-1' or record[2] == '1') then
+if state == 'running' or is_orphan then redis.call('HSETNX', key, 'finish:' .. choice, command) end
+if state == 'queued' and (choice == '-1' or record[2] == '1') and not (is_orphan and reason == STOP) then
   local facts = {'reason', reason_name}
   if error ~= '' then
     facts[3], facts[4] = 'error', error

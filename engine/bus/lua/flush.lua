@@ -1,34 +1,34 @@
 -- flush: a step's outputs, at once: the journal's entry, the publications, the records of requests that started or ended.
 --
--- KEYS 1-9 ledger, 10 slot, 11 journal
--- ARGV incarnation, flush number, entries kept, journal's time to live in ms, prefix of client channels, and
+-- KEYS ledger, then owner, progress of the slot, journal
+-- ARGV incarnation, number of the flush before, flush number, journal's time to live in ms, prefix of client channels, budget of bytes
+--      for kept outputs, and
 --      the numbers of messages, started, ended, notices; then
 --      messages: API server, payload; started: id, number of field names and values, these; ended: likewise; notices: channel, payload
--- Answer: 1, or 0 for a flush that was done before.
+-- Answer: 1, 0 for a flush that was done before, or -1 where flushes before this one are missing; and the number of the last one.
 --
--- Sent twice: the journal's ids are the flush numbers, and a stream refuses an id that is not higher than its last. The journal
--- comes before the publications, so that an output that a receiver missed is in it. Outputs of a request cost nothing of their own:
--- the columns are one message a server.
+-- The progress of a slot has the last flush number, so that a flush that is sent twice counts once, and Redis says so when it lost
+-- some in a restart. The journal comes before the publications, so that an output that a receiver missed is in it. Outputs of a
+-- request cost nothing of their own: the columns are one message a server.
 
-local SLOT, JOURNAL = KEYS[10], KEYS[11]
-local incarnation, flush_number, kept, ttl, client_channel = unpack(ARGV, 1, 5)
-local num_messages, num_started, num_ended, num_notices = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
+local OWNER, PROGRESS, JOURNAL = KEYS[OWN_KEYS + 1], KEYS[OWN_KEYS + 2], KEYS[OWN_KEYS + 3]
+local incarnation, previous, flush_number, ttl, client_channel, budget = unpack(ARGV, 1, 6)
+local num_messages, num_started, num_ended, num_notices = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
 
-if fenced(SLOT, incarnation) then return redis.error_reply(FENCED) end
+local refused = not_owner(OWNER, incarnation)
+if refused then return refused end
 
-local at = 10
+local last = tonumber(redis.call('HGET', PROGRESS, 'flushed') or 0)
+if last >= tonumber(flush_number) then return {0, last} end
+if last ~= tonumber(previous) then return {-1, last} end
+redis.call('HSET', PROGRESS, 'flushed', flush_number)
+
+local at = 11
 local messages_end = at + 2 * num_messages
-local journaled
 if num_messages > 0 then
-  journaled = redis.pcall('XADD', JOURNAL, 'MAXLEN', '~', kept, flush_number .. '-0', unpack(ARGV, at, messages_end - 1))
-else
-  journaled = redis.pcall('XADD', JOURNAL, 'MAXLEN', '~', kept, flush_number .. '-0', '', '')
+  redis.call('XADD', JOURNAL, flush_number .. '-0', unpack(ARGV, at, messages_end - 1))
+  redis.call('PEXPIRE', JOURNAL, ttl)
 end
-if type(journaled) == 'table' then
-  if string.find(journaled.err, 'equal or smaller', 1, true) then return 0 end
-  return journaled
-end
-redis.call('PEXPIRE', JOURNAL, ttl)
 
 while at < messages_end do
   redis.call('PUBLISH', client_channel .. ARGV[at], ARGV[at + 1])
@@ -55,11 +55,11 @@ end
 
 for _ = 1, num_ended do
   local id, fields = next_fields()
-  if ours(id) then end_request(id, fields) end
+  if ours(id) and end_request(id, fields) then keep_output(id, tonumber(budget)) end
 end
 
 for _ = 1, num_notices do
   redis.call('PUBLISH', ARGV[at], ARGV[at + 1])
   at = at + 2
 end
-return 1
+return {1, tonumber(flush_number)}

@@ -1,12 +1,14 @@
 -- What the scripts that move requests share. It stands before each of them in the text that Redis gets (engine/bus/call.py).
 --
--- KEYS 1-9 are the same in all. RECORD, EXTERNAL and TOMBSTONE are prefixes: which record an entry belongs to is known only once
--- the entry was read. They carry the model's hash tag, so that what is built from them lies in the slot that KEYS named.
+-- KEYS 1-14 are the same in all. RECORD, EXTERNAL, TOMBSTONE, RESUME and OUTPUT are prefixes: which record an entry belongs to is
+-- known only once the entry was read. They carry the model's hash tag, so that what is built from them lies in the slot that KEYS named.
 --
--- The ledger: a request is queued (in ORDER), running (in the pending list of a consumer) or ended (neither). LIVE, LOAD and the
--- record's state change in the same script as that does.
+-- The ledger: a request is queued (in ORDER, or as an orphan in a RESUME set), running (in the pending list of a consumer) or ended
+-- (neither). LIVE, LOAD and the record's state change in the same script as that does.
 
-local REQUESTS, ORDER, LIVE, ENDED, LOAD, USAGE, RECORD, EXTERNAL, TOMBSTONE = unpack(KEYS, 1, 9)
+local REQUESTS, ORDER, LIVE, ENDED, LOAD, USAGE, RECORD, EXTERNAL, TOMBSTONE, RESUME, ORPHANS, OUTPUT, KEPT,
+  EXTERNALS = unpack(KEYS, 1, 14)
+local OWN_KEYS = 14 -- a script's own keys begin behind these
 local GROUP = 'engines'
 
 -- Epoch seconds with microseconds by Redis' clock, which is everybody's: those of the machines around it may differ by hours.
@@ -81,35 +83,86 @@ local function add_usage(id)
     'output_tokens', record[5] or '0')
 end
 
--- The index of a client-given id goes with the last record under it.
-local function expire_external(external_id)
-  local index, last = EXTERNAL .. external_id, 1
-  for _, id in ipairs(redis.call('ZRANGE', index, 0, -1)) do
-    if redis.call('ZSCORE', LIVE, id) then return end
-    last = math.max(last, redis.call('PTTL', RECORD .. id))
+-- The index of a client-given id goes with the record of the last request under it. EXTERNALS counts the live ones of each.
+local function expire_external(external_id, retention)
+  if redis.call('HINCRBY', EXTERNALS, external_id, -1) > 0 then return end
+  redis.call('HDEL', EXTERNALS, external_id)
+  redis.call('PEXPIRE', EXTERNAL .. external_id, retention)
+end
+
+-- Results of ended requests share a budget of bytes: the oldest ones give way. KEPT lists them in the order of their ends, as
+-- `<bytes> <id>`; LOAD has their sum.
+local function drop_oldest_output()
+  local oldest = redis.call('LPOP', KEPT)
+  if not oldest then return false end
+  local size, id = string.match(oldest, '^(%d+) (.*)$')
+  add_sum('kept', -tonumber(size))
+  if redis.call('HDEL', RECORD .. id, 'output') == 1 then redis.call('HSET', RECORD .. id, 'output_dropped', '1') end
+  return true
+end
+
+local function keep_output(id, budget)
+  local size = redis.call('HSTRLEN', RECORD .. id, 'output')
+  if size == 0 then return end
+  redis.call('RPUSH', KEPT, string.format('%d', size) .. ' ' .. id)
+  add_sum('kept', size)
+  while tonumber(redis.call('HGET', LOAD, 'kept') or 0) > budget and drop_oldest_output() do end
+end
+
+-- Out of the queue, wherever in it: nobody may take it any more.
+local function leave_queue(id, entry, record_tenant, n, tokens, fingerprint)
+  redis.call('ZREM', ORDER, order_member(entry))
+  if fingerprint then
+    redis.call('ZREM', RESUME .. fingerprint, order_member(entry))
+    redis.call('ZREM', ORPHANS, id)
   end
-  redis.call('PEXPIRE', index, last)
+  add_waiting(record_tenant, n, tokens, -1)
+end
+
+-- A running request waits again, for an engine of its fingerprint, before all others: its engine does not go on with it.
+local function make_orphan(id, entry)
+  local record = redis.call('HMGET', RECORD .. id, 'tenant', 'n', 'prompt_tokens', 'fingerprint', 'priority')
+  redis.call('XACK', REQUESTS, GROUP, entry)
+  redis.call('HSET', RECORD .. id, 'state', 'queued')
+  redis.call('ZADD', RESUME .. (record[4] or ''), record[5] or '0', order_member(entry))
+  redis.call('ZADD', ORPHANS, NOW, id)
+  add_waiting(record[1], tonumber(record[2]), tonumber(record[3]), 1)
+end
+
+-- A request becomes a slot's: on its consumer's pending list, and by its record.
+local function give_to(id, entry, slot, incarnation, fingerprint, consumer)
+  local claimed = redis.call('XCLAIM', REQUESTS, GROUP, consumer, 0, entry, 'FORCE')
+  if #claimed == 0 or not claimed[1] then return false end
+  local journal = slot .. ':' .. incarnation
+  local journals = redis.call('HGET', RECORD .. id, 'journals')
+  if not journals then
+    journals = journal
+  elseif not string.find(' ' .. journals .. ' ', ' ' .. journal .. ' ', 1, true) then
+    journals = journals .. ' ' .. journal
+  end
+  redis.call('HSET', RECORD .. id, 'state', 'running', 'engine', slot, 'incarnation', incarnation, 'fingerprint', fingerprint,
+    'journals', journals)
+  return true
 end
 
 -- The one way out of the ledger. `facts`: record fields of the end, flat. False: it had ended before, or never was.
 -- The record is kept for as long as it says, whichever process ends the request.
 local function end_request(id, facts)
   local key = RECORD .. id
-  local record = redis.call('HMGET', key, 'state', 'entry', 'n', 'prompt_tokens', 'tenant', 'external_id', 'client', 'retention')
+  local record = redis.call('HMGET', key, 'state', 'entry', 'n', 'prompt_tokens', 'tenant', 'external_id', 'client', 'retention',
+    'fingerprint')
   local state, entry, tenant = record[1], record[2], record[5]
   if not state or state == 'ended' then return false end
-  if state == 'queued' then
-    redis.call('ZREM', ORDER, order_member(entry))
-    add_waiting(tenant, tonumber(record[3]), tonumber(record[4]), -1)
-  end
+  if state == 'queued' then leave_queue(id, entry, tenant, tonumber(record[3]), tonumber(record[4]), record[9]) end
   add_request(tenant, record[7], tonumber(record[3]), -1)
   redis.call('XACK', REQUESTS, GROUP, entry)
   redis.call('XDEL', REQUESTS, entry)
   redis.call('ZREM', LIVE, id)
+  redis.call('DEL', OUTPUT .. id)
   redis.call('HSET', key, 'state', 'ended', 'finished', NOW, unpack(facts))
   redis.call('ZADD', ENDED, NOW, id)
   redis.call('PEXPIRE', key, record[8] or OLD_RETENTION)
-  expire_external(record[6])
+  expire_external(record[6], record[8] or OLD_RETENTION)
   add_usage(id)
   return true
 end
@@ -123,9 +176,10 @@ local function publish_ended(id, client_channel, reason, error)
   redis.call('PUBLISH', client_channel .. record[1], cmsgpack.pack(message))
 end
 
--- Whoever does not hold the slot may change nothing. An absent key fences too: a wipe must not let a zombie through.
-local function fenced(slot_key, incarnation)
-  return redis.call('GET', slot_key) ~= incarnation
+-- The error for whoever may not write for a slot. Absent is not foreign: a wipe of Redis, after which the engine claims it again.
+local function not_owner(owner_key, incarnation)
+  local owner = redis.call('GET', owner_key)
+  if owner == incarnation then return nil end
+  if not owner then return redis.error_reply('UNOWNED the slot has no owner') end
+  return redis.error_reply('FENCED the slot is owned by another incarnation')
 end
-
-local FENCED = 'FENCED the slot is not held by this incarnation'

@@ -1,12 +1,13 @@
 -- reject: an engine gives up an entry that it cannot read or run; the request ends with an error.
 --
--- KEYS 1-9 ledger, 10 slot
+-- KEYS ledger, then owner
 -- ARGV incarnation, entry, error's number among the reasons, error text, prefix of client channels
 -- Answer: 1, or 0 where the entry is not this incarnation's any more. Sent twice: the second finds it ended.
 
 local incarnation, entry, reason, error, client_channel = unpack(ARGV)
 
-if fenced(KEYS[10], incarnation) then return redis.error_reply(FENCED) end
+local refused = not_owner(KEYS[OWN_KEYS + 1], incarnation)
+if refused then return refused end
 local id = read_entry(entry)
 if not id or redis.call('HGET', RECORD .. id, 'incarnation') ~= incarnation then return 0 end
 if not end_request(id, {'reason', 'error', 'error', error}) then return 0 end

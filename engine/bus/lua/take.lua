@@ -1,8 +1,14 @@
 -- take: the requests that are next become the caller's.
 --
--- KEYS 1-9 ledger, 10 slot, 11 what the slot took last, 12 who shares, 13 prefix of slots
--- ARGV slot, incarnation, count, nonce, prefix of consumers, places: how many more the caller could run, share's time to live in ms
--- Answer: a list of entry, payload, and when it was enqueued and taken (epoch seconds).
+-- KEYS ledger, then owner, progress of the slot, shares, prefix of slots
+-- ARGV slot, incarnation, fingerprint, count, call number, prefix of consumers, places: how many more the caller could run, share's time
+--      to live in ms, may it have a suspect (0, 1)
+-- Answer: a list of entry, payload, when it was enqueued and taken (epoch seconds), API server and handle that it is attached to; and of
+-- an orphan its attachments, the journals with its output, the commands that no engine has obeyed, its deaths in a row,
+-- its cached tokens, and when it was first scheduled and had its first token.
+--
+-- Orphans of the caller's fingerprint come before all others, whatever the share: their clients wait in mid-stream. One that two
+-- engines died of in a row is a suspect, and runs beside no other suspect.
 --
 -- No more than the caller's fair share: engines are filled like vessels, the one with the fewest requests in flight first, each up to its
 -- places. A sharer is a living engine that asked within the time to live of a share; an engine that sleeps, hangs or was full for so long
@@ -16,43 +22,69 @@
 --
 -- ZPOPMIN gives priorities, XCLAIM FORCE puts an entry that was never delivered on the caller's pending list, in any order. XREADGROUP >
 -- must not be used beside it: it would deliver the same entries again.
--- Sent twice (the answer was lost): the nonce is that of the last take, whose entries are answered again.
+-- Sent twice (the answer was lost): calls are numbered. The number of the last take gets its entries again, a lower one nothing.
 
-local SLOT, TAKEN, SHARES, ANY_SLOT = KEYS[10], KEYS[11], KEYS[12], KEYS[13]
-local TAKEN_TTL = 600000 -- ms
-local slot, incarnation, count, nonce, any_consumer, places, share_ttl = unpack(ARGV)
+local OWNER, PROGRESS, SHARES, ANY_SLOT = KEYS[OWN_KEYS + 1], KEYS[OWN_KEYS + 2], KEYS[OWN_KEYS + 3], KEYS[OWN_KEYS + 4]
+local slot, incarnation, fingerprint, count, number, any_consumer, places, share_ttl, may_suspect = unpack(ARGV)
 local consumer = any_consumer .. slot
+local SUSPECT = 2 -- deaths in a row
 
-if fenced(SLOT, incarnation) then return redis.error_reply(FENCED) end
+local refused = not_owner(OWNER, incarnation)
+if refused then return refused end
+
+local function orders_of(id)
+  local flat, found = redis.call('HGETALL', RECORD .. id), {}
+  for i = 1, #flat, 2 do
+    if string.sub(flat[i], 1, 7) == 'finish:' then found[#found + 1] = flat[i + 1] end
+  end
+  return found
+end
+
+local function describe(id, entry, payload)
+  local record = redis.call('HMGET', RECORD .. id, 'enqueued', 'received', 'client', 'handle', 'attachments', 'journals',
+    'attempts', 'cached_tokens', 'scheduled', 'first_token')
+  local answer = {entry, payload, record[1], record[2], record[3] or '', record[4] or ''}
+  local journal = slot .. ':' .. incarnation
+  if record[6] and record[6] ~= journal then
+    answer[7], answer[8], answer[9] = record[5] or (record[3] .. ':' .. record[4]), record[6], orders_of(id)
+    for i = 7, 10 do answer[i + 3] = record[i] or '0' end
+  end
+  return answer
+end
 
 -- What the last take gave and no flush has ended yet.
 local function taken_before()
   local answer = {}
-  for entry in string.gmatch(redis.call('HGET', TAKEN, 'entries'), '%S+') do
+  for entry in string.gmatch(redis.call('HGET', PROGRESS, 'taken') or '', '%S+') do
     local id, payload = read_entry(entry)
-    if payload then
-      local times = redis.call('HMGET', RECORD .. id, 'enqueued', 'received')
-      answer[#answer + 1] = {entry, payload, times[1], times[2]}
+    if payload and redis.call('HGET', RECORD .. id, 'incarnation') == incarnation then
+      answer[#answer + 1] = describe(id, entry, payload)
     end
   end
   return answer
 end
 
-if redis.call('HGET', TAKEN, 'nonce') == nonce then return taken_before() end
+local last = tonumber(redis.call('HGET', PROGRESS, 'call') or 0)
+if tonumber(number) == last then return taken_before() end
+if tonumber(number) < last then return {} end
 
 local function claim(member)
   local entry = entry_of(member)
-  local claimed = redis.call('XCLAIM', REQUESTS, GROUP, consumer, 0, entry, 'FORCE')
-  if #claimed == 0 or not claimed[1] then
+  local id, payload = read_entry(entry)
+  if not id then
     local lost = find_by_entry(entry)
     if lost then end_request(lost, {'reason', 'error', 'error', 'the entry of the request is gone'}) end
     return nil
   end
-  local id = field_of(claimed[1][2], 'id')
-  local record = redis.call('HMGET', RECORD .. id, 'tenant', 'prompt_tokens', 'enqueued', 'n')
-  add_waiting(record[1], tonumber(record[4]), tonumber(record[2]), -1)
-  redis.call('HSET', RECORD .. id, 'state', 'running', 'engine', slot, 'incarnation', incarnation, 'received', NOW)
-  return {entry, field_of(claimed[1][2], 'payload'), record[3], NOW}
+  local record = redis.call('HMGET', RECORD .. id, 'tenant', 'prompt_tokens', 'n', 'fingerprint')
+  if not record[1] then
+    redis.call('XDEL', REQUESTS, entry)
+    return nil
+  end
+  leave_queue(id, entry, record[1], tonumber(record[3]), tonumber(record[2]), record[4])
+  give_to(id, entry, slot, incarnation, fingerprint, consumer)
+  redis.call('HSET', RECORD .. id, 'received', NOW)
+  return describe(id, entry, payload)
 end
 
 local clock = tonumber(TIME[1]) * 1000 + math.floor(tonumber(TIME[2]) / 1000)
@@ -66,7 +98,7 @@ local function sharers()
   local said, found = redis.call('HGETALL', SHARES), {}
   for i = 1, #said, 2 do
     local holder, its_places, asked = string.match(said[i + 1], '^(%d+) (%d+) (%d+)$')
-    if clock - tonumber(asked) <= tonumber(share_ttl) and not fenced(ANY_SLOT .. said[i], holder) then
+    if clock - tonumber(asked) <= tonumber(share_ttl) and redis.call('GET', ANY_SLOT .. said[i]) == holder then
       found[said[i]] = tonumber(its_places)
     end
   end
@@ -105,22 +137,41 @@ local function fair_share(waiting)
   return below(low, vessels[slot])
 end
 
-local waiting = redis.call('ZCARD', ORDER)
-local popped = {}
-if waiting > 0 then
-  popped = redis.call('ZPOPMIN', ORDER, math.max(0, math.min(tonumber(count), fair_share(waiting))))
-end
 local answer, entries = {}, {}
-for i = 1, #popped, 2 do
-  local taken = claim(popped[i])
+
+local function take(member)
+  local taken = claim(member)
   if taken then
     answer[#answer + 1] = taken
     entries[#entries + 1] = taken[1]
   end
 end
-say_places(tonumber(places) - #answer)
-if #answer > 0 then
-  redis.call('HSET', TAKEN, 'nonce', nonce, 'entries', table.concat(entries, ' '))
-  redis.call('PEXPIRE', TAKEN, TAKEN_TTL)
+
+local function is_suspect(member)
+  local id = read_entry(entry_of(member))
+  return id and tonumber(redis.call('HGET', RECORD .. id, 'attempts') or 0) >= SUSPECT
 end
+
+local function take_orphans()
+  for _, member in ipairs(redis.call('ZRANGE', RESUME .. fingerprint, 0, tonumber(count) - 1)) do
+    if not is_suspect(member) then
+      redis.call('ZREM', RESUME .. fingerprint, member)
+      take(member)
+    elseif may_suspect == '1' then
+      may_suspect = '0'
+      redis.call('ZREM', RESUME .. fingerprint, member)
+      take(member)
+    end
+  end
+end
+
+if tonumber(count) > 0 then take_orphans() end
+local waiting = redis.call('ZCARD', ORDER)
+if waiting > 0 then
+  local share = math.max(0, math.min(tonumber(count) - #answer, fair_share(waiting)))
+  local popped = redis.call('ZPOPMIN', ORDER, share)
+  for i = 1, #popped, 2 do take(popped[i]) end
+end
+say_places(tonumber(places) - #answer)
+redis.call('HSET', PROGRESS, 'call', number, 'taken', table.concat(entries, ' '))
 return answer

@@ -17,7 +17,7 @@ from engine.bus.connection import Bus
 from engine.bus.enqueue import AdmissionLimits, Enqueued, Refused, enqueue
 from engine.bus.leases import ClaimedSlot
 from engine.bus.records import RecordView
-from engine.bus.transitions import EndedRequest, FinishOutcome, Taken
+from engine.bus.transitions import EndedRequest, FinishOutcome, Flushed, Taken, TakenOver
 from engine.protocol import (
     Abort,
     ClientMessage,
@@ -52,8 +52,10 @@ class Engine:
 
     def __init__(self, claimed: ClaimedSlot) -> None:
         self.slot, self.incarnation = claimed
-        self.steps = itertools.count(1)
+        self.flushes = itertools.count(1)
+        self.takes = itertools.count(1)
         self.running: list[str] = []
+        self.fingerprint = "f"
 
 
 class World:
@@ -73,6 +75,7 @@ class World:
     # What API servers and engines do
 
     def engine(self, ttl: float = 60.0) -> Engine:
+        """A new engine, in the lowest slot that a takeover left or that no engine had."""
         return Engine(self.bus.run(leases.claim_slot(self.model, engine_info(self.model), ttl)))
 
     def request(self, request_id: str = "", *, tokens: int = 3, n: int = 1, **fields: Any) -> EngineCoreRequest:
@@ -94,7 +97,10 @@ class World:
 
     def take_call(self, engine: Engine, count: int = 1, places: int | None = None) -> Call[list[Taken]]:
         """`places`: how many more the engine could run; None: as many as it asks for."""
-        return transitions.take(self.model, engine.slot, engine.incarnation, count, count if places is None else places)
+        number = next(engine.takes)
+        return transitions.take(
+            self.model, engine.slot, engine.incarnation, engine.fingerprint, number, count, count if places is None else places
+        )
 
     def take(self, engine: Engine, count: int = 1, places: int | None = None) -> list[str]:
         taken = self.bus.run(self.take_call(engine, count, places))
@@ -102,12 +108,13 @@ class World:
         engine.running += ids
         return ids
 
-    def flush_call(self, engine: Engine, ended: Iterable[str] = (), **parts: Any) -> Call[int]:
+    def flush_call(self, engine: Engine, ended: Iterable[str] = (), **parts: Any) -> Call[Flushed]:
+        number = next(engine.flushes)
         return transitions.flush(
-            self.model, engine.slot, engine.incarnation, next(engine.steps), ended=[ended_request(name) for name in ended], **parts
+            self.model, engine.slot, engine.incarnation, number - 1, number, ended=[ended_request(name) for name in ended], **parts
         )
 
-    def end(self, engine: Engine, *ids: str) -> int:
+    def end(self, engine: Engine, *ids: str) -> Flushed:
         engine.running = [name for name in engine.running if name not in ids]
         return self.bus.run(self.flush_call(engine, ids, started=[(name, {"scheduled": "5.5"}) for name in ids]))
 
@@ -118,8 +125,14 @@ class World:
         """The heartbeat of an engine ran out."""
         self.raw.delete(keys.slot(self.model, engine.slot), keys.slot_info(self.model, engine.slot))
 
-    def fail_engine(self, engine: Engine) -> int:
-        return self.bus.run(transitions.fail_engine(self.model, engine.slot, engine.incarnation, "it died"))
+    def take_over(self, engine: Engine, **how: bool) -> TakenOver:
+        return self.bus.run(transitions.takeover(self.model, engine.slot, engine.incarnation, **how))
+
+    def replace(self, engine: Engine) -> Engine:
+        """The engine died, its requests wait, and another one has its slot."""
+        self.crash(engine)
+        self.take_over(engine)
+        return self.engine()
 
     def record(self, request_id: str) -> RecordView:
         view = self.bus.run(records.record(self.model, request_id))
@@ -166,8 +179,15 @@ class World:
             by_state[record["state"]][name] = record
         running = {record["entry"]: record["engine"] for record in by_state["running"].values()}
         assert self.pending() == running
-        order = {_entry(member): int(score) for member, score in self.raw.zrange(keys.order(self.model), 0, -1, withscores=True)}
-        assert order == {record["entry"]: int(record["priority"]) for record in by_state["queued"].values()}
+        order = self._waiting(keys.order(self.model))
+        orphans = {}
+        for key in self.raw.scan_iter(_escaped(keys.resume(self.model)) + "*", count=1000):
+            orphans |= self._waiting(key.decode())
+        assert not order.keys() & orphans.keys()
+        waits_again = {record["entry"] for record in by_state["queued"].values() if "journals" in record}
+        assert orphans.keys() == waits_again
+        assert {name.decode() for name in self.raw.zrange(keys.orphans(self.model), 0, -1)} == {entries[each] for each in orphans}
+        assert order | orphans == {record["entry"]: int(record["priority"]) for record in by_state["queued"].values()}
         alive = by_state["queued"] | by_state["running"]
         assert entries == {record["entry"]: name for name, record in alive.items()}
         assert {name.decode() for name in self.raw.zrange(keys.live(self.model), 0, -1)} == alive.keys()
@@ -182,8 +202,14 @@ class World:
         for external_id in {record["external_id"] for record in alive.values()}:
             assert self.raw.pttl(keys.external(self.model, external_id)) == -1
 
+    def _waiting(self, key: str) -> dict[str, int]:
+        """Entry -> priority."""
+        return {_entry(member): int(score) for member, score in self.raw.zrange(key, 0, -1, withscores=True)}
+
     def _load(self) -> dict[str, int]:
-        return {name.decode(): int(value) for name, value in self.raw.hgetall(keys.load(self.model)).items()}
+        sums = {name.decode(): int(value) for name, value in self.raw.hgetall(keys.load(self.model)).items()}
+        sums.pop("kept", None)
+        return sums
 
 
 class Listener:

@@ -1,0 +1,30 @@
+-- How a request gets its entry and record. It stands before the scripts that add requests.
+
+local EXTERNAL_LOOKED_AT = 8 -- oldest entries of a full index that one request looks at
+
+-- An id that a client uses for ever must not fill Redis, but a live request is found under its id, however many share it: only what
+-- has ended goes, looked for among the oldest.
+local function trim_external(index)
+  local excess = redis.call('ZCARD', index) - EXTERNAL_KEPT
+  if excess <= 0 then return end
+  for _, id in ipairs(redis.call('ZRANGE', index, 0, math.min(excess, EXTERNAL_LOOKED_AT) - 1)) do
+    if not redis.call('ZSCORE', LIVE, id) then redis.call('ZREM', index, id) end
+  end
+end
+
+-- The entry of a new request, with its record, on no list of what waits or runs yet. `fields`: of the record, flat.
+local function add_entry(id, payload, fields)
+  if redis.call('EXISTS', REQUESTS) == 0 then
+    redis.call('XGROUP', 'CREATE', REQUESTS, GROUP, '0', 'MKSTREAM')
+  end
+  local entry = redis.call('XADD', REQUESTS, '*', 'id', id, 'payload', payload)
+  redis.call('HSET', RECORD .. id, 'entry', entry, 'enqueued', NOW, unpack(fields))
+  redis.call('ZADD', LIVE, NOW, id)
+  local external_id = field_of(fields, 'external_id')
+  local index = EXTERNAL .. external_id
+  redis.call('ZADD', index, NOW, id)
+  redis.call('HINCRBY', EXTERNALS, external_id, 1)
+  trim_external(index)
+  redis.call('PERSIST', index)
+  return entry
+end

@@ -1,0 +1,73 @@
+"""The requests that are this engine's by Redis' ledger: from the `take` that gave them to the flush that ended them.
+
+The loop's `HeldRequests` is narrower: a request that was taken is on its way to the loop, and one that ended waits for its flush.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.protocol import EngineCoreRequest
+
+SUSPECT = 2  # deaths of engines in a row, after which a request runs beside no other such
+GOES_WELL_TOKENS = 64  # output tokens after which a request is no reason of the deaths before
+
+
+@dataclass
+class OwnedRequest:
+    source: EngineCoreRequest  # with the API server and handle that it is attached to now
+    entry: str  # id in the requests stream
+    attempts: int = 0  # engines that died with it, one after the other
+    num_tokens: int = 0  # of output, since it was taken
+    attachments: list[tuple[str, int]] = field(default_factory=list)  # (API server, handle) that outputs of this engine bear
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.attempts >= SUSPECT and self.num_tokens < GOES_WELL_TOKENS
+
+
+class OwnedRequests:
+    """Safe on any thread. Whoever takes requests holds `taking` until they are here: without it, what Redis gave may be under
+    way."""
+
+    def __init__(self) -> None:
+        self.taking = threading.RLock()
+        self._by_id: dict[str, OwnedRequest] = {}
+        self._ids: dict[tuple[str, int], str] = {}  # by API server and handle
+
+    def add(self, owned: OwnedRequest) -> None:
+        self._by_id[owned.source.request_id] = owned
+        self._note_attachment(owned)
+
+    def attach(self, request_id: str, source: EngineCoreRequest) -> None:
+        """The request is attached elsewhere now. Outputs under the earlier handle remain its own."""
+        if owned := self._by_id.get(request_id):
+            owned.source = source
+            self._note_attachment(owned)
+
+    def _note_attachment(self, owned: OwnedRequest) -> None:
+        attachment = owned.source.client, owned.source.handle
+        owned.attachments.append(attachment)
+        self._ids[attachment] = owned.source.request_id
+
+    def remove(self, ids: Iterable[str]) -> list[OwnedRequest]:
+        removed = [owned for request_id in ids if (owned := self._by_id.pop(request_id, None)) is not None]
+        for owned in removed:
+            for attachment in owned.attachments:
+                self._ids.pop(attachment, None)
+        return removed
+
+    def get(self, request_id: str) -> OwnedRequest | None:
+        return self._by_id.get(request_id)
+
+    def of_handle(self, client: str, handle: int) -> OwnedRequest | None:
+        return self._by_id.get(self._ids.get((client, handle), ""))
+
+    def all(self) -> list[OwnedRequest]:
+        return list(self._by_id.values())
+
+    @property
+    def any_suspect(self) -> bool:
+        return any(owned.is_suspect for owned in self.all())
