@@ -22,7 +22,9 @@ from ops.parent_death import bound_to_parent
 
 log = logging.getLogger(__name__)
 
-FIRST_DELAY = 0.5  # seconds before the first restart; doubles up to LONGEST_DELAY
+FIRST_DELAY = (
+    0.5  # seconds before the second restart in a row; the first comes at once, and further ones double up to LONGEST_DELAY
+)
 LONGEST_DELAY = 30.0
 CALM = 60.0  # seconds of running after which a death counts as the first one again
 START_ATTEMPTS = 4  # of a child that was never ready: after so many failures another attempt is pointless
@@ -129,8 +131,8 @@ class Child:
                 if self._on_failure is not None and self._on_failure(failure):
                     return
                 raise failure
-            delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** (deaths - 1))
-            log.warning("%s died (%s); restarting it in %g s", self.name, ended, delay)
+            delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** (deaths - 2)) if deaths > 1 else 0.0
+            log.warning("%s died (%s); restarting it %s", self.name, ended, f"in {delay:g} s" if delay else "at once")
             await asyncio.sleep(delay)
 
     def _failure(self, ended: Exit, was_ready: bool, deaths: int) -> ChildFailed | None:

@@ -339,7 +339,7 @@ def rebuild(
 ) -> Call[list[str]]:
     """Put requests that the engine holds, and that Redis has forgotten, back into Redis: (id, payload, fields of the record).
 
-    Returns their new entries; "" for one that Redis knows after all. Raises Fenced, Unowned.
+    Returns their new entries; "" for one that Redis knows after all, or that was aborted meanwhile. Raises Fenced, Unowned.
     """
     arguments: list[Argument] = [incarnation, slot, fingerprint, keys.consumer(slot), len(requests)]
     for request_id, payload, fields in requests:

@@ -18,6 +18,7 @@ from engine.bus import records
 from engine.bus.call import BusUnavailable
 from engine.bus.connection import AsyncBus
 from engine.bus.control import control
+from engine.bus.enqueue import AdmissionLimits, enqueue
 from engine.bus.records import Whereabouts
 from engine.client.request_stream import RequestStream
 from engine.protocol import EngineCoreOutputs, FinishReason, Lack, Replay
@@ -25,6 +26,7 @@ from engine.protocol import EngineCoreOutputs, FinishReason, Lack, Replay
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5  # between looks for silent streams, and after Redis was away
+REBUILD_SECONDS = 3.0  # that engines have to put back what a wiped Redis has forgotten
 ANSWER_SECONDS = 2.0  # after which an engine's answer counts as lost
 PAGE = 256  # streams of one look: the event loop serves other tasks between two pages
 MOST_ASKED = 8 * PAGE  # streams that wait for an answer, so that Redis never has more than some answers for this subscriber
@@ -125,11 +127,24 @@ class Repairs:
                 continue
             self._asked.pop(stream.handle, None)
             if place is not None:
+                stream.missed_since = None
                 await self._take_end(stream, place)
             elif enqueued:
-                stream.take_end(FinishReason.ERROR, "The request's record is gone.")
+                await self._rebuild_if_missed(stream)
         for engine, theirs in lacks.items():
             await self._bus.run(control(*engine, Replay(self._client, theirs)))
+
+    async def _rebuild_if_missed(self, stream: RequestStream) -> None:
+        """Redis has forgotten the request. Engines put back what they hold; what none has put back by then is enqueued again. It
+        starts anew, and its seed gives the tokens that the stream has, which drops them."""
+        now = self._clock()
+        if stream.missed_since is None:
+            stream.missed_since = now
+        elif now - stream.missed_since >= REBUILD_SECONDS:
+            logger.warning("Redis has forgotten request %s: it is enqueued again", stream.request_id)
+            await self._bus.run(enqueue(stream.model, [stream.request], AdmissionLimits(require_engine=False, memory_share=0)))
+            stream.missed_since = None
+        stream.next_look = now + REBUILD_SECONDS
 
     async def _whereabouts(self, page: Sequence[RequestStream]) -> list[Whereabouts | None]:
         """In the order of the page."""

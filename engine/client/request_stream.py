@@ -61,12 +61,14 @@ class RequestStream:
         finish: Callable[[RequestStream, int, FinishReason, int, str | None], None],
         closed: Callable[[RequestStream], None],
     ) -> None:
+        self.request = request
         self.request_id = request.request_id
         self.handle = request.handle
         self.model = model
         self.enqueued = False  # Redis has said so: the request's record exists
         self.next_look = 0.0  # the client's clock: when it asks for output, if none comes before
         self.pause = FIRST_PAUSE  # seconds before that
+        self.missed_since: float | None = None  # when Redis was first found to have no record of it
         self._choices = [_Choice(index) for index in range(request.sampling.n)]
         self._num_open = len(self._choices)
         self._prompt_position = 1  # next prompt position whose logprobs are wanted

@@ -80,7 +80,6 @@ class Intake:
         self._owned = owned
         self._reconciler = reconciler
         self._reconciled_at = time.monotonic()
-        self._must_reconcile = False
         self._journals: dict[str, list[tuple[str | None, EngineCoreOutputs]]] = {}  # of dead engines, by name
         self._inbox = inbox
         self._core = core
@@ -129,13 +128,14 @@ class Intake:
                 self._bell.wait(LOOK_SECONDS)
 
     def _reconcile_if_due(self) -> None:
-        if self._must_reconcile or time.monotonic() - self._reconciled_at >= RECONCILE_SECONDS:
-            self._must_reconcile = False
+        must = self._owner.must_reconcile
+        if must.is_set() or time.monotonic() - self._reconciled_at >= RECONCILE_SECONDS:
+            must.clear()
             self._reconciled_at = time.monotonic()
             try:
                 self._reconciler.run()
             except BusUnavailable:
-                self._must_reconcile = True
+                must.set()
                 raise
 
     def _take_once(self) -> bool:
@@ -262,7 +262,8 @@ class Intake:
         while not self._stopped.is_set():
             try:
                 with owner.bus.subscribe(*channels) as subscription:
-                    self._must_reconcile |= is_away
+                    if is_away:
+                        owner.must_reconcile.set()
                     is_away = False
                     self._bell.set()  # what arrived before the subscription rang no bell here
                     while not self._stopped.is_set():

@@ -150,17 +150,20 @@ class Publisher:
         return flushed is not None
 
     def _send_again(self, last: int) -> Flushed | None:
-        """Redis has flushes up to number `last` alone: it was restarted, rolled back or wiped. What it lost comes again, in
-        order."""
+        """Redis has flushes up to number `last` alone: it was restarted, rolled back or wiped. What it lost comes again, in order.
+
+        Requests that had ended run in Redis again until their end has come again, and no other comparison may happen meanwhile.
+        """
         again = [kept for kept in self._kept if kept.number > last]
         logger.warning("Redis has lost %d flushes of this engine: they are sent again", len(again))
-        self._insist_on(lambda: self._reconciler.run([owned for kept in again for owned in kept.ended]))
-        flushed: Flushed | None = Flushed(GAP, last)
-        for kept in again:
-            flushed = self._insist(transitions.flush_behind(kept.call, last))
-            if flushed is None or flushed.outcome == GAP:
-                return flushed
-            last = kept.number
+        with self._owned.taking:
+            self._insist_on(lambda: self._reconciler.run([owned for kept in again for owned in kept.ended]))
+            flushed: Flushed | None = Flushed(GAP, last)
+            for kept in again:
+                flushed = self._insist(transitions.flush_behind(kept.call, last))
+                if flushed is None or flushed.outcome == GAP:
+                    return flushed
+                last = kept.number
         self._reconciler.store_outputs()
         return flushed
 

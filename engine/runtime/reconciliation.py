@@ -47,11 +47,7 @@ class Reconciler:
             found = owner.run(transitions.reconcile(owner.model, owner.slot, owner.incarnation, owner.fingerprint, held))
             if found.unknown:
                 self._rebuild([everything[request_id] for request_id in found.unknown])
-            foreign = frozenset(found.foreign) - {each.source.request_id for each in ended}
-            if foreign:
-                logger.warning("%d requests are another engine's by now, or ended: they are dropped here", len(foreign))
-                self._owned.remove(foreign)
-                self._inbox.put(Forget(foreign))
+            self._drop(frozenset(found.foreign) - {each.source.request_id for each in ended})
             if found.returned:
                 logger.warning("%d requests in flight were not held here: they wait again", found.returned)
 
@@ -61,8 +57,15 @@ class Reconciler:
         requests = [(each.source.request_id, encode(each.source), first_fields(each.source, owner.model)) for each in lost]
         entries = owner.run(transitions.rebuild(owner.model, owner.slot, owner.incarnation, owner.fingerprint, requests))
         for each, entry in zip(lost, entries, strict=True):
-            each.entry = entry or each.entry
+            each.entry = entry
+        self._drop(frozenset(each.source.request_id for each in lost if not each.entry))
         self.store_outputs()
+
+    def _drop(self, ids: frozenset[str]) -> None:
+        if ids:
+            logger.warning("%d requests are another engine's by now, or ended: they are dropped here", len(ids))
+            self._owned.remove(ids)
+            self._inbox.put(Forget(ids))
 
     def store_outputs(self) -> None:
         """Let the loop have all output of what runs stored again."""

@@ -27,6 +27,7 @@ class SlotOwner:
         self.fingerprint = info.fingerprint
         self._bundle = bundle
         self._claiming = threading.Lock()
+        self.must_reconcile = threading.Event()  # Redis was wiped, or out of reach: what it knows of this engine may be old
 
     def run(self, call: Call[T]) -> T:
         """As `Bus.run`. Where Redis was wiped, the slot is claimed again first. Raises BusUnavailable, Fenced."""
@@ -42,3 +43,4 @@ class SlotOwner:
             if self._bundle is not None:
                 self.bus.run(put_tokenizer(self.model, self.info.tokenizer, self._bundle))
             self.bus.run(leases.reclaim_slot(self.model, self.slot, self.incarnation))
+            self.must_reconcile.set()
