@@ -20,6 +20,7 @@ from api.model_registry import ServedModels
 from api.preparation.readers import HeldBody, Readers
 from api.preparation.rules import RequestRules
 from api.request.limits import RequestLimits
+from api.response.pending_output import OutputBudget
 from api.response.request_metrics import RequestObserver
 from engine.bus.call import BusUnavailable, Trouble
 from engine.bus.connection import AsyncBus
@@ -61,6 +62,7 @@ class Service:
             config.return_tokens_as_token_ids,
         )
         self.limits = AdmissionLimits(config.max_num_queued_reqs, config.max_num_queued_tokens)
+        self.output_budget = OutputBudget(config.max_pending_bytes)
         self.draining = False
         self.observer = RequestObserver(self.metrics)
         self.on_failure: Callable[[BaseException], None] | None = None

@@ -47,6 +47,8 @@ def run_api(config: ApiConfig, redis_config: RedisConfig, listener: socket.socke
     try:
         if min(config.request_timeout, config.keep_alive_timeout) <= 0:
             raise ConfigurationError("--request-timeout and --keep-alive-timeout must be more than 0 seconds")
+        if config.slow_client_timeout < 0 or config.max_pending_bytes <= 0:
+            raise ConfigurationError("--slow-client-timeout must not be negative, and --max-pending-bytes must be more than 0")
         app = create_app(config, redis_config)
     except ConfigurationError as error:
         logger.error("%s", error)
@@ -128,7 +130,12 @@ async def _serve(app: FastAPI, listener: socket.socket, tell_up: Callable[[], No
     server = _Server(
         uvicorn.Config(
             app,
-            http=partial(Connection, request_timeout=service.config.request_timeout),  # type: ignore[arg-type]  # uvicorn calls it
+            http=partial(  # type: ignore[arg-type]  # uvicorn calls it
+                Connection,
+                request_timeout=service.config.request_timeout,
+                stall_timeout=service.config.slow_client_timeout,
+                dropped=service.metrics.client_dropped,
+            ),
             ssl_keyfile=service.config.ssl_keyfile or None,
             ssl_certfile=service.config.ssl_certfile or None,
             ws="none",

@@ -75,8 +75,12 @@ async def _answer(request: Request, generation: Generation, format: AnswerFormat
     """Enqueue the prompts of `generation` and make the response: events as they come, or all in one piece."""
     headers, writer = _answer_headers(generation), response_writer(request.scope)
     if generation.task.stream:
-        events = generation.sink = EventSink(format)
-        await _submit(request, generation)
+        events = generation.sink = EventSink(format, service_of(request).output_budget)
+        try:
+            await _submit(request, generation)
+        except BaseException:
+            events.close()
+            raise
         return EventStream(generation, events, headers, service_of(request).config.sse_keep_alive_interval)
     whole = generation.sink = WholeAnswer(generation.task.num_choices)
     await _submit(request, generation)

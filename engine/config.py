@@ -89,6 +89,16 @@ class ApiConfig:
         30.0, "seconds in which a client must begin its first request, send a header, and send each MiB of a body"
     )
     keep_alive_timeout: int = option(5, "seconds after which a connection without a further request is closed")
+    slow_client_timeout: float = option(
+        60.0,
+        "seconds after which a client is hung up on, and its request aborted, that takes nothing of the output that waits for it; "
+        "0: never",
+    )
+    max_pending_bytes: int = option(
+        256 * 1024 * 1024,
+        "most memory, about, for output that waits in an API server for clients which read more slowly than it is made; "
+        "beyond it the client with most is hung up on",
+    )
     sse_keep_alive_interval: float = option(15.0, "seconds between the comments that keep a stream's connection open; 0: none")
     allowed_origins: list[str] = option(list, "origins that CORS allows; repeatable")
     return_tokens_as_token_ids: bool = option(False, "show tokens in logprobs as token_id:N")

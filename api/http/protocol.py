@@ -1,7 +1,7 @@
 """The server's end of an HTTP connection: uvicorn's, and what it lacks.
 
 - Scopes have a `ResponseWriter`, and every response is told when its client leaves.
-- A client that keeps the server waiting for its request is hung up on after a bounded time.
+- A client that keeps the server waiting for its request, or that takes nothing of its answer, is hung up on after a bounded time.
 - An offer to go on in another protocol, such as HTTP/2 (h2c), is passed over, as RFC 9110, section 7.8, allows.
 - What is no HTTP gets an answer in the shape of all errors.
 - A header has a largest size, and fields behind a body (trailers) are no headers, which RFC 9110, section 6.5.1, forbids to merge.
@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -19,6 +21,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from api.errors import phrase_error
 from api.http.response_writer import EXTENSION, ResponseWriter
+from api.http.stalls import StallWatch
+
+logger = logging.getLogger("headrace.api")
 
 MAX_HEADER = 1 << 16  # bytes of a request's target and its header fields
 BODY_PART = 1 << 20  # bytes of a body that must come within the same time as a header
@@ -36,11 +41,22 @@ class HeaderTooLargeError(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    """`request_timeout`: seconds in which a client must begin its first request, send a header, send each MiB of a body."""
+    """`request_timeout`: seconds in which a client must begin its first request, send a header, send each MiB of a body.
+    `stall_timeout`: seconds after which one is hung up on that takes nothing of what waits for it; 0: never. `dropped` is told why.
+    """
 
-    def __init__(self, *arguments: Any, request_timeout: float, **more: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        request_timeout: float,
+        stall_timeout: float = 0.0,
+        dropped: Callable[[str], None] = lambda reason: None,
+        **more: Any,
+    ) -> None:
         super().__init__(*arguments, **more)
         self._request_timeout = request_timeout
+        self._stall_timeout = stall_timeout
+        self._dropped = dropped
         self._writers: list[ResponseWriter] = []  # of requests without a whole response; several in a pipeline, in their order
         self._phase = Phase.NEW
         self._phase_since = 0.0  # the loop's time; of a body, since when its part is waited for
@@ -53,12 +69,14 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._begin(Phase.NEW)
         self._watch = self.loop.call_later(self._request_timeout, self._look)
+        self._stalls = StallWatch(transport, self._stall_timeout, self._hang_up_stalled)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """uvicorn tells the request that came last; before it, in a pipeline, others may be under way."""
         super().connection_lost(exc)
         if self._watch is not None:
             self._watch.cancel()
+        self._stalls.stop()
         for writer in self._writers:
             if not writer.complete:
                 writer.lost()
@@ -85,11 +103,13 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._stalls.start()
         for writer in self._writers:
             writer.paused()
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._stalls.stop()
         for writer in self._writers:
             writer.resumed()
 
@@ -112,7 +132,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self._begin(Phase.BODY)
         self._writers = [writer for writer in self._writers if not writer.complete]
-        writer = ResponseWriter(self.cycle)
+        writer = ResponseWriter(self.cycle, self._drop)
         self._writers.append(writer)
         scope: Scope = self.scope  # type: ignore[assignment]
         scope["extensions"] = {EXTENSION: writer}
@@ -162,6 +182,8 @@ class Connection(HttpToolsProtocol):
 
     def _look(self) -> None:
         """Hang up where the client has been waited for too long; else look again when it will have been."""
+        if self.transport.is_closing():  # the connection ends once the client has taken what waits for it
+            self._stalls.start()
         if self._phase is Phase.IDLE or self.flow.read_paused or self._answering:  # it is not the client that is waited for
             left = self._request_timeout
         else:
@@ -172,6 +194,16 @@ class Connection(HttpToolsProtocol):
             self._refuse(408, f"The request did not come within {self._request_timeout:g} seconds.")
         else:
             self.transport.close()
+
+    def _hang_up_stalled(self, num_bytes: int) -> None:
+        self._drop("stalled", f"took nothing of {num_bytes} bytes for {self._stall_timeout:g} seconds")
+
+    def _drop(self, reason: str, said: str) -> None:
+        """Cut the connection at once, with all that waits for the client: it reads too slowly."""
+        ids = [writer.request_id for writer in self._writers if not writer.complete]
+        logger.warning("hung up on a client that %s", said, extra={"request_id": ", ".join(ids)} if ids else None)
+        self._dropped(reason)
+        self.transport.abort()
 
     def _refuse_header(self) -> None:
         self._refuse(431, f"The request's header is larger than {MAX_HEADER} bytes.")

@@ -24,15 +24,28 @@ class ResponseWriter:
     `ready`: the head has gone out, and the socket takes more; `on_ready` is called when it does so again.
     """
 
-    __slots__ = ("_chunked", "_cycle", "_on_gone", "_under_way", "_write", "num_bytes", "on_ready", "ready", "request_received")
+    __slots__ = (
+        "_chunked",
+        "_cycle",
+        "_drop",
+        "_on_gone",
+        "_under_way",
+        "_write",
+        "num_bytes",
+        "on_ready",
+        "ready",
+        "request_received",
+    )
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    def __init__(self, cycle: RequestResponseCycle, drop: Callable[[str, str], None]) -> None:
+        """`drop(reason, said)` cuts the connection: a label for the metric, and what the client did."""
         self.num_bytes = 0
         self.ready = False
         self.request_received = False  # whole
         self.on_ready: Callable[[], None] = _nothing
         self._on_gone: Callable[[], None] = _nothing
         self._cycle = cycle
+        self._drop = drop
         self._write = cycle.transport.write
         self._chunked = cycle.scope["http_version"] != "1.0"
         self._under_way = False
@@ -41,6 +54,12 @@ class ResponseWriter:
     def gone(self) -> bool:
         """The client has left."""
         return self._cycle.disconnected
+
+    @property
+    def request_id(self) -> str:
+        """As the response's header says it; "" before that is known."""
+        given: str = self._cycle.scope.get("state", {}).get("request_id", "")
+        return given
 
     @property
     def started(self) -> bool:
@@ -63,6 +82,10 @@ class ResponseWriter:
         num_bytes = len(piece)
         self.num_bytes += num_bytes
         self._write(b"%x\r\n%b\r\n" % (num_bytes, piece) if self._chunked else piece)
+
+    def drop(self, reason: str, said: str) -> None:
+        """Hang up on the client, which reads too slowly. `lost` follows."""
+        self._drop(reason, said)
 
     def close(self) -> None:
         """Nothing is written and no callback is called any more."""

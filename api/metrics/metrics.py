@@ -107,6 +107,13 @@ class Metrics:
             registry=self._registry,
         )
 
+        self.dropped_clients = Counter(
+            f"{self.prefix}:slow_clients_dropped",
+            "Connections cut because the client read too slowly",
+            ("reason",),
+            registry=self._registry,
+        )
+
     def _make_http_metrics(self) -> None:
         route = ("handler", "method")
         registry = self._registry
@@ -122,6 +129,9 @@ class Metrics:
 
     def refused(self, model: str, reason: str) -> None:
         self.rejections.labels(model, reason).inc()
+
+    def client_dropped(self, reason: str) -> None:
+        self.dropped_clients.labels(reason).inc()
 
     def choice_ended(self, model: str, engine: str, reason: FinishReason) -> None:
         self.success.labels(model, engine, str(reason)).inc()

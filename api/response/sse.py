@@ -14,11 +14,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api.errors import ApiError, as_api_error, body_of
+from api.errors import ApiError, GenerationError, as_api_error, body_of
 from api.http.response_writer import ResponseWriter, response_writer
 from api.response.chunk_format import AnswerFormat
 from api.response.generation import Generation
-from api.response.output_processor import ChoiceOutput, CollectedOutput
+from api.response.output_processor import ChoiceOutput
+from api.response.pending_output import OutputBudget, PendingOutput
 
 logger = logging.getLogger("headrace.api")
 
@@ -32,16 +33,16 @@ class EventSink:
     """Writes a generation's outputs as events of its response.
 
     While the response's head has not gone out, or the socket takes no more, outputs are merged, one a choice: a slow client holds
-    its own output and nothing else. So they are while the events of a long output, such as an echo with its logprobs, are made on a
-    thread.
+    its own output and nothing else, and is dropped when that is too much. So they are while the events of a long output, such as an
+    echo with its logprobs, are made on a thread.
     """
 
-    def __init__(self, format: AnswerFormat) -> None:
+    def __init__(self, format: AnswerFormat, budget: OutputBudget) -> None:
         self._format = format
         self._writer: ResponseWriter | None = None
         self._begun = False  # the opening events were written
         self._making: asyncio.Task[None] | None = None  # the events of a long output
-        self._merged: dict[int, CollectedOutput] = {}  # by choice: what could not be written yet
+        self._pending = PendingOutput(budget, self._drop)  # what could not be written yet
         self._last: bytes | None = None  # the last events, once no output follows
         self._written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -51,8 +52,8 @@ class EventSink:
         writer = self._writer
         if self._last is not None:
             return
-        if self._merged or writer is None or not writer.ready or self._making is not None:
-            self._merged.setdefault(output.index, CollectedOutput(output.index)).add(output)
+        if self._pending or writer is None or not writer.ready or self._making is not None:
+            self._pending.add(output)
         else:
             self._write(writer, output)
 
@@ -70,13 +71,15 @@ class EventSink:
         self._flush()
         await self._written
 
-    def client_left(self) -> None:
+    def close(self) -> None:
+        """The client has left, or has all: nothing more is written."""
+        self._pending.clear()
         if not self._written.done():
             self._written.set_result(None)
 
     def keep_alive(self) -> None:
         """Write a comment. Where the socket is behind, it has enough to keep it alive."""
-        if self._writer is not None and self._writer.ready and not self._merged and self._making is None:
+        if self._writer is not None and self._writer.ready and not self._pending and self._making is None:
             self._writer.write(COMMENT)
 
     def _flush(self) -> None:
@@ -84,18 +87,27 @@ class EventSink:
         if writer is None:
             return
         try:
-            while self._merged and writer.ready and self._making is None:
-                self._write(writer, self._merged.pop(next(iter(self._merged))).output())
+            while self._pending and writer.ready and self._making is None:
+                self._write(writer, self._pending.pop())
         except Exception as error:
             self._fail(error)
-        if self._last is not None and not self._merged and writer.ready and self._making is None and not self._written.done():
+        if self._last is not None and not self._pending and writer.ready and self._making is None and not self._written.done():
             writer.write(one_line(self._last))
             self._written.set_result(None)
 
+    def _drop(self, num_bytes: int) -> None:
+        """The client reads too slowly."""
+        self._end_with(GenerationError("The client reads too slowly."))
+        if self._writer is not None:
+            self._writer.drop("memory", f"let {num_bytes} bytes of output wait, when all clients had too much waiting")
+
     def _fail(self, error: Exception) -> None:
         logger.error("a stream failed", exc_info=error)
-        self._merged.clear()
-        self._last = _event(as_api_error(error)) + DONE
+        self._end_with(as_api_error(error))
+
+    def _end_with(self, error: ApiError) -> None:
+        self._pending.clear()
+        self._last = _event(error) + DONE
 
     def _write(self, writer: ResponseWriter, output: ChoiceOutput) -> None:
         if self._format.is_long(output):
@@ -162,10 +174,11 @@ class EventStream(Response):
             if self._comments is not None:
                 self._comments.cancel()
             self._generation.close()
+            self._sink.close()
 
     def _leave(self) -> None:
         self._generation.close()
-        self._sink.client_left()
+        self._sink.close()
 
     def _comment_later(self) -> None:
         if self._comment_seconds:

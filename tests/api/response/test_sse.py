@@ -14,6 +14,7 @@ from api.errors import GenerationError, body_of
 from api.http.response_writer import ResponseWriter
 from api.response.chunk_format import AnswerFormat
 from api.response.output_processor import ChoiceOutput
+from api.response.pending_output import OutputBudget
 from api.response.sse import COMMENT, DONE, EventSink, one_line
 from engine.protocol import FinishReason
 from tests.api.live_server import LiveServer, sse_events
@@ -81,7 +82,7 @@ async def opened(sink: EventSink, writer: Writer) -> asyncio.Task[None]:
 
 
 async def test_each_output_that_shows_something_is_written_at_once() -> None:
-    sink, writer = EventSink(Format()), Writer()
+    sink, writer = EventSink(Format(), OutputBudget(1 << 20)), Writer()
     last = await opened(sink, writer)
     for text in ("a", "", "b"):
         sink.put(say(0, text))
@@ -94,7 +95,7 @@ async def test_each_output_that_shows_something_is_written_at_once() -> None:
 
 async def test_outputs_before_the_responses_head_are_merged() -> None:
     """The engine may be faster than Redis' answer to `enqueue`."""
-    sink, writer = EventSink(Format()), Writer()
+    sink, writer = EventSink(Format(), OutputBudget(1 << 20)), Writer()
     for output in (say(1, "a"), say(0, "x"), say(1, "b", end=True)):
         sink.put(output)
     sink.end()
@@ -104,7 +105,7 @@ async def test_outputs_before_the_responses_head_are_merged() -> None:
 
 
 async def test_a_slow_client_gets_one_event_a_choice_and_the_order_stays() -> None:
-    sink, writer = EventSink(Format()), Writer(room=1)
+    sink, writer = EventSink(Format(), OutputBudget(1 << 20)), Writer(room=1)
     last = await opened(sink, writer)
     for text in "abc":
         sink.put(say(0, text))
@@ -127,7 +128,7 @@ async def test_a_long_output_is_made_on_a_thread_and_the_order_stays() -> None:
     format = Format()
     made_by = []
     format.on_chunks = lambda output: made_by.append((output.text, threading.current_thread() is threading.main_thread()))
-    sink, writer = EventSink(format), Writer()
+    sink, writer = EventSink(format, OutputBudget(1 << 20)), Writer()
     last = await opened(sink, writer)
     for text in ("long", "a", "b"):
         sink.put(say(0, text))
@@ -143,7 +144,7 @@ async def test_a_long_output_is_made_on_a_thread_and_the_order_stays() -> None:
 async def test_a_long_output_that_fails_ends_the_stream_with_an_error() -> None:
     format = Format()
     format.failure = ValueError("secret")
-    sink, writer = EventSink(format), Writer()
+    sink, writer = EventSink(format, OutputBudget(1 << 20)), Writer()
     last = await opened(sink, writer)
     sink.put(say(0, "long"))
     await last
@@ -151,18 +152,18 @@ async def test_a_long_output_that_fails_ends_the_stream_with_an_error() -> None:
 
 
 async def test_a_client_that_leaves_during_a_long_output_gets_no_more() -> None:
-    sink, writer = EventSink(Format()), Writer()
+    sink, writer = EventSink(Format(), OutputBudget(1 << 20)), Writer()
     last = await opened(sink, writer)
     sink.put(say(0, "long"))
     writer.ready = False
-    sink.client_left()
+    sink.close()
     await last
     await asyncio.gather(*(task for task in asyncio.all_tasks() if task is not asyncio.current_task()))
     assert writer.pieces == []
 
 
 async def test_an_early_failure_is_the_first_event() -> None:
-    sink, writer = EventSink(Format()), Writer()
+    sink, writer = EventSink(Format(), OutputBudget(1 << 20)), Writer()
     last = await opened(sink, writer)
     sink.end(GenerationError("broken"))
     await last
@@ -172,7 +173,7 @@ async def test_an_early_failure_is_the_first_event() -> None:
 
 
 async def test_a_failure_comes_behind_what_was_merged() -> None:
-    sink, writer = EventSink(Format()), Writer(room=0)
+    sink, writer = EventSink(Format(), OutputBudget(1 << 20)), Writer(room=0)
     last = await opened(sink, writer)
     sink.put(say(0, "a"))
     sink.end(GenerationError("broken"))
@@ -183,7 +184,7 @@ async def test_a_failure_comes_behind_what_was_merged() -> None:
 
 async def test_a_failure_of_merged_outputs_ends_the_stream_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
     format = Format()
-    sink, writer = EventSink(format), Writer(room=0)
+    sink, writer = EventSink(format, OutputBudget(1 << 20)), Writer(room=0)
     last = await opened(sink, writer)
     sink.put(say(0, "a"))
     format.failure = RuntimeError("secret")
@@ -197,16 +198,16 @@ async def test_a_failure_of_merged_outputs_ends_the_stream_with_an_error(caplog:
 
 
 async def test_a_client_that_left_is_not_waited_for() -> None:
-    sink, writer = EventSink(Format()), Writer(room=0)
+    sink, writer = EventSink(Format(), OutputBudget(1 << 20)), Writer(room=0)
     last = await opened(sink, writer)
     sink.put(say(0, "a"))
-    sink.client_left()
+    sink.close()
     await last
     assert not writer.pieces
 
 
 async def test_comments_only_while_nothing_waits_to_be_written() -> None:
-    sink, writer = EventSink(Format()), Writer(room=1)
+    sink, writer = EventSink(Format(), OutputBudget(1 << 20)), Writer(room=1)
     sink.keep_alive()
     last = await opened(sink, writer)
     sink.keep_alive()
