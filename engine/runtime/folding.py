@@ -35,7 +35,7 @@ class FoldedChoice:
 
     token_ids: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     logprobs: list[OutputLogprobs] = field(default_factory=list)  # of each token, in order; empty when not asked for
-    end: FinishedOutput | None = None  # it had ended, and these are all its tokens
+    end: FinishedOutput | None = None  # it had ended; has more tokens only where a stop string ended it and some are lost
 
 
 @dataclass
@@ -48,10 +48,14 @@ class FoldedOutput:
     times: RequestTimes = field(default_factory=RequestTimes)  # of the first engine, as far as known
 
     def resume(self, requests: list[Request]) -> None:
-        """Let new requests, one a choice, go on behind this output. A choice that had ended has ended."""
+        """Let new requests, one a choice, go on behind this output. One that had ended has ended."""
         for request, choice in zip(requests, self.choices, strict=True):
             request.resume(choice.token_ids, self.num_cached_tokens, self.times)
-            if (end := choice.end) is not None:
+            if (end := choice.end) is None:
+                continue
+            if isinstance(end.stop_reason, str) and end.num_tokens > len(choice.token_ids):
+                request.ordered_stop = end.num_tokens, end.stop_reason
+            else:
                 request.num_cached_tokens, request.times = end.num_cached_tokens, msgspec.structs.replace(end.times)
                 request.end(end.reason, end.num_tokens, end.stop_reason, end.error, end.times.finished)
         if self.prompt_logprobs:
@@ -187,16 +191,17 @@ class _Collected:
         return self._fold_end(choice, folded)
 
     def _fold_end(self, choice: int, folded: FoldedChoice) -> FoldedChoice:
-        """`folded` with its end, if it stands. Sampling comes to the end of an output again where tokens before it are missing, but
-        not to an end that was ordered, nor to an error: these stand with the tokens that are left."""
+        """`folded` with its end, if it stands. Where tokens before it are missing, sampling comes to most ends again. An abort or
+        an error stands with the tokens that are left."""
         end = self._ends[choice]
         if end is None:
             return folded
         count = min(end.num_tokens, len(folded.token_ids))
-        is_sampled = end.reason is FinishReason.LENGTH or (end.reason is FinishReason.STOP and not isinstance(end.stop_reason, str))
-        if is_sampled and count < end.num_tokens:
+        end = self._readdressed(end)
+        if end.reason in (FinishReason.ABORT, FinishReason.ERROR):
+            end = msgspec.structs.replace(end, num_tokens=count)
+        elif count < end.num_tokens and not isinstance(end.stop_reason, str):
             return folded
-        end = msgspec.structs.replace(self._readdressed(end), num_tokens=count)
         return FoldedChoice(folded.token_ids[:count], folded.logprobs[:count], end)
 
     def _fold_prompt_logprobs(self) -> list[OutputPromptLogprobs]:

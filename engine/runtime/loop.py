@@ -147,9 +147,14 @@ class EngineLoop:
             self._end(held, f"The engine cannot admit the request: {type(error).__name__}: {error}", events)
 
     def _obey_orders(self, request: Request, orders: tuple[Abort, ...]) -> None:
-        """The first order for a choice that came before it ends it before a token is computed."""
+        """The first order that names the choice ends it before a token is computed. A stop string that was found behind tokens that
+        are lost ends it there again."""
         order = next((order for order in orders if order.choice in (-1, request.choice)), None)
-        if order is not None:
+        if order is None:
+            return
+        if order.reason is FinishReason.STOP and order.keep > request.num_output_tokens:
+            request.ordered_stop = order.keep, order.stop_reason
+        else:
             request.end(order.reason, order.keep, order.stop_reason, None, self.core.clock())
 
     def _end(self, held: HeldRequest, error: str, events: StepEvents) -> None:

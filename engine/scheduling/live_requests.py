@@ -56,6 +56,8 @@ class LiveRequests:
     def most_tokens(self, request: Request) -> int:
         """How many tokens, prompt and output, end a request."""
         most = max(request.sampling.max_tokens, 1)  # where none is wanted, the first one ends the request and is not kept
+        if request.ordered_stop is not None:
+            most = min(most, request.ordered_stop[0])
         return min(request.num_prompt_tokens + most, self._max_model_len)
 
     def may_end(self, token_ids: Int32Array) -> NDArray[np.bool_]:

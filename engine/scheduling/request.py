@@ -59,6 +59,7 @@ class Request:
         "num_cached_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
+        "ordered_stop",
         "priority",
         "request_id",
         "row",
@@ -110,6 +111,8 @@ class Request:
         self.error: str | None = None
         self.num_cached_tokens = 0  # prompt tokens that the prefix cache answered at the first admission
         self.num_prompt_logprobs = 0  # positions up to here (exclusive) have been told; the first has none
+
+        self.ordered_stop: tuple[int, str | None] | None = None  # stops at so many output tokens, with this stop reason
 
         self.sequence = -1  # order in which the scheduler got it
         self.row = -1  # row of the workers' tables while it holds one

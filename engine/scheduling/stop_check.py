@@ -45,11 +45,11 @@ class StopTokens:
 
 def stop_after(
     request: Request, token_id: int, num_output_tokens: int, num_tokens: int, max_tokens: int
-) -> tuple[FinishReason, int | None] | None:
+) -> tuple[FinishReason, int | str | None] | None:
     """Whether a request ends with the token it just got, and its stop reason: None for EOS, the id for the client's stop tokens.
 
-    EOS comes before stop ids, both before the caps; `min_tokens` holds back the first two, never the caps. `num_tokens` counts
-    prompt and output, `max_tokens` is what they may reach.
+    EOS comes before stop ids, both before an ordered stop and the caps; `min_tokens` holds back the first two only. `num_tokens`
+    counts prompt and output, `max_tokens` is what they may reach.
     """
     sampling = request.sampling
     if num_output_tokens >= sampling.min_tokens:
@@ -57,6 +57,8 @@ def stop_after(
             return FinishReason.STOP, None
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP, token_id
+    if request.ordered_stop is not None and num_output_tokens >= request.ordered_stop[0]:
+        return FinishReason.STOP, request.ordered_stop[1]
     if num_tokens >= max_tokens:
         return FinishReason.LENGTH, None
     return None

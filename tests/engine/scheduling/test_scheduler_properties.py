@@ -1,7 +1,8 @@
 """Scheduler and KV manager under random loads, against a worker that checks every slot (`worker_oracle`).
 
-The rules add, step, plan ahead, take in, finish and fail in any order, on pools small enough that preemption is the rule. After
-each, all books must balance; every answer must be the one that the request would get alone.
+The rules add, step, plan ahead, take in, finish and fail in any order, on pools small enough that preemption is the rule. Some
+requests come with output that another engine made. After each rule, all books must balance; every answer must be the one that the
+request would get alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from engine.config import SchedulerConfig
-from engine.protocol import FinishReason
+from engine.protocol import FinishReason, RequestTimes
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_cost import NO_COST, StepCost, StepPace
@@ -41,6 +42,7 @@ CHOICES: dict[str, list[Any]] = {
     "ignore_eos": [False, True],
     "prompt_logprobs": [None, None, None, 0],
     "logprobs": [None, 0],
+    "folded": [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 5, 12],  # output tokens that another engine made, as far as there are so many
 }
 REQUESTS = st.fixed_dictionaries(
     {name: st.sampled_from(values) for name, values in CHOICES.items()}
@@ -63,6 +65,7 @@ class Story:
     asked: tuple[FinishReason, str, float, list[int]] | None = None  # how `finish` ended it: reason, stop reason, time, output
     over: bool = False  # it has ended, told or not: no output comes any more
     ended: bool = False  # its end came
+    num_folded: int = 0  # of the tokens received, those that another engine made
     failed: bool = False  # its row was made to fail
 
 
@@ -73,6 +76,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     num_planned_ahead = 0
     num_exhausted = 0
     num_restarted = 0
+    num_resumed = 0  # choices
+    num_complete = 0  # of them, those that lacked only their end
 
     @initialize(
         block_size=st.integers(1, 4),
@@ -156,6 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos: bool,
         prompt_logprobs: int | None,
         logprobs: int | None,
+        folded: int,
     ) -> None:
         number = len({handle for handle, _ in self.by_handle}) + 1
         prompt = (PREFIX[:shared] + own)[: self.max_model_len - 1]
@@ -187,7 +193,27 @@ class SchedulerMachine(RuleBasedStateMachine):
             story = Story(request, prompt, *expected_answer(prompt, sampling, seed, salt, self.max_model_len))
             self.stories[request.key] = story
             self.by_handle[number, choice] = story
-            self.scheduler.add_request(request)
+            self._fold(story, folded)
+            self.scheduler.add_request(request, self.time)
+            assert request.status.finished == (story.received == story.answer)
+            story.over = request.status.finished
+
+    def _fold(self, story: Story, count: int) -> None:
+        """Another engine made the first `count` tokens; or it died before the first, while it told the prompt's logprobs."""
+        request = story.request
+        wants_prompt_logprobs = request.sampling.prompt_logprobs is not None
+        made = [] if count == 1 and wants_prompt_logprobs else story.answer[:count]
+        story.num_folded = len(made)
+        story.received += made
+        if request.sampling.logprobs is not None:
+            story.logprobs += range(len(made))
+        if wants_prompt_logprobs and count:
+            told = len(story.prompt) if made else min(3, len(story.prompt))
+            story.prompt_logprobs += range(1, told)
+            request.num_prompt_logprobs = told
+        request.resume(np.array(made, np.int32), 0, RequestTimes(scheduled=1.0, first_token=2.0))
+        type(self).num_resumed += bool(made)
+        type(self).num_complete += story.received == story.answer
 
     @rule(count=st.integers(1, 24))
     def step(self, count: int) -> None:
@@ -422,7 +448,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sum(stats.finished.values()) == len(self.stories)
         assert stats.scheduled_tokens == self.worker.num_computed_tokens
         assert stats.iteration_tokens_sum == self.worker.num_computed_prompt_tokens + stats.generation_tokens
-        assert stats.generation_tokens == sum(len(story.received) for story in self.stories.values())
+        assert stats.generation_tokens == sum(len(story.received) - story.num_folded for story in self.stories.values())
         assert self.scheduler.reset_prefix_cache()
         self.scheduler.check_integrity()
 
@@ -433,6 +459,7 @@ def test_random_loads() -> None:
 
     def has_met_everything() -> bool:
         often = machine.num_preemptions >= 300 and machine.num_planned_ahead >= 1_000 and machine.num_hit_tokens >= 5_000
+        often = often and machine.num_resumed >= 300 and machine.num_complete >= 30
         return often and machine.num_exhausted >= 50 and machine.num_restarted >= 5
 
     example_settings = settings(
@@ -449,6 +476,7 @@ def test_random_loads() -> None:
     print(
         f"{machine.num_steps} steps, {machine.num_planned_ahead} planned ahead, {machine.num_preemptions} preemptions, "
         f"{machine.num_hit_tokens} tokens from the prefix cache, {machine.num_exhausted} requests too long for the pool, "
-        f"{machine.num_restarted} restarted beside a failed one"
+        f"{machine.num_restarted} restarted beside a failed one, {machine.num_resumed} resumed, "
+        f"{machine.num_complete} of them complete"
     )
     assert has_met_everything()
