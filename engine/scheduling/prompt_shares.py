@@ -90,19 +90,25 @@ def share(parts: Sequence[PromptPart], room: Room, least: int) -> bool:
     """Fill in `tokens`; `parts` are running prompts in the policy's order, then waiting ones. False: all have what they want, and
     waiting ones are not taken off `room`.
 
-    The first one gets `least` tokens even where no time is left, because decodes alone must not stop all prompts.
+    The first one gets `least` tokens even where no time is left, because decodes alone must not stop all prompts. Where others wait
+    and it runs, it gets one token even where its half of the time is too short: they may lack the blocks that it holds.
     """
     if _all_fit(parts, room):
         return False
     first = parts[0]
     _give(first, room, 0.5)
+    is_late = first.tokens == 0 and not first.waits and any(part.waits for part in parts)
+    if is_late:
+        first.tokens = min(1, room.tokens)
+        room.tokens -= first.tokens
     for part in sorted(parts, key=lambda part: (part.rank, part.left - part.tokens)):
         _give(part, room)
         if part.tokens < part.wanted:  # what is left is less than one of its tokens: none passes it by with that
             break
-    if not any(part.tokens for part in parts):
-        first.tokens = max(0, min(first.wanted, least, room.tokens))
-        room.take(first.tokens, first.context)
+    if sum(part.tokens for part in parts) <= is_late:
+        more = max(0, min(min(first.wanted, least) - first.tokens, room.tokens))
+        first.tokens += more
+        room.take(more, first.context)
     return True
 
 

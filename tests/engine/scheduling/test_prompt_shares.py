@@ -78,3 +78,11 @@ def test_many_requests_cost_the_sum_of_each() -> None:
     room.take_all(tokens, contexts)
     assert room.tokens == 679
     assert room.seconds == pytest.approx(sum(map(cost.seconds, tokens.tolist(), contexts.tolist())))
+
+
+@pytest.mark.parametrize(("seconds", "tokens"), [(1.0, [1, 4]), (0.1, [4, 0])])
+def test_a_running_prompt_goes_on_beside_one_that_waits(seconds: float, tokens: list[int]) -> None:
+    """Half of the time is too short for one of its tokens, and another has that time. The other may lack blocks that it holds."""
+    parts = [PromptPart(9, 100, 64), PromptPart(4, 0, 64, waits=True)]
+    share(parts, Room(64, seconds, StepCost(per_token=0.2, per_context=0.01)), 4)
+    assert [part.tokens for part in parts] == tokens
