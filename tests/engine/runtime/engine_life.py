@@ -50,7 +50,8 @@ class Life:
     def __post_init__(self) -> None:
         self.loop = EngineLoop(self.core, "model", [])
         intake = SimpleNamespace(num_admitted=0, ring=lambda: None)
-        self.loop.attach(intake, SimpleNamespace(put=self._put), SimpleNamespace())  # type: ignore[arg-type]
+        publisher = SimpleNamespace(put=self._put)
+        self.loop.attach(SimpleNamespace(), intake, publisher, SimpleNamespace())  # type: ignore[arg-type]
 
     def run(self, *arrivals: Arrival) -> Life:
         """To the end of all requests; then the engine holds nothing."""

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.llm import LLM
-from engine.protocol import Abort, FinishReason, Replay, RequestTimes, decode_column
+from engine.protocol import Abort, FinishReason, Lack, Replay, RequestTimes, decode_column
 from engine.runtime.core import EngineCore
 from engine.runtime.folding import FoldedOutput, fold
 from tests.engine.conftest import null_config
@@ -208,8 +208,7 @@ def test_a_replay_under_another_handle_is_whole(core: EngineCore) -> None:
     life.loop._take_in()
     events = []
     life.loop.publisher.put = events.append  # type: ignore[method-assign]
-    for choice in (0, 1):
-        life.loop.inbox.put(Replay("r", choice, 0, "api:2", 77))
+    life.loop.inbox.put(Replay("api:2", [Lack("r", 77, [(0, 0), (1, 0)], prompt_position=1)]))
     life.loop._take_in()
     life.loop.publisher.put = life._put  # type: ignore[method-assign]
     replays = [("api:2", message) for _, message in events[0].replays]
