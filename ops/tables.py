@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from engine.bus.records import RecordView
 from engine.protocol import EngineInfo
 from ops.requests import Request, timeline
 from ops.usage import UsageRow
@@ -33,7 +34,7 @@ def show_requests(requests: Sequence[Request], now: float) -> None:
         rows.append(
             (
                 record.id,
-                record.state if record.state != "ended" else record.reason,
+                _state(record),
                 request.model,
                 record.engine,
                 record.tenant,
@@ -46,6 +47,13 @@ def show_requests(requests: Sequence[Request], now: float) -> None:
         )
     headings = ("ID", "STATE", "MODEL", "ENGINE", "TENANT", "ENDPOINT", ">PROMPT", ">OUTPUT", ">TIME", ">ENDED")
     show_table(headings, rows)
+
+
+def _state(record: RecordView) -> str:
+    """One word of where a request is; whether the output of an ended one can still be read."""
+    if record.state != "ended":
+        return "orphaned" if record.state == "queued" and record.received else record.state
+    return f"{record.reason}, dropped" if record.output_dropped else record.reason
 
 
 def show_request(request: Request, others: Sequence[Request]) -> None:
@@ -63,8 +71,11 @@ def show_request(request: Request, others: Sequence[Request]) -> None:
         ("prompt", f"{record.prompt_tokens} tokens, {record.cached_tokens} of them from the prefix cache"),
         (
             "output",
-            f"{record.output_tokens} of at most {record.max_tokens} tokens" + (f", {record.n} choices" if record.n > 1 else ""),
+            f"{record.output_tokens} of at most {record.max_tokens} tokens"
+            + (f", {record.n} choices" if record.n > 1 else "")
+            + ("; dropped from Redis, to make room for newer ones" if record.output_dropped else ""),
         ),
+        ("engines that died", str(record.deaths) if record.deaths else ""),
         ("preemptions", str(record.preemptions)),
     ]
     grid = Table.grid(padding=(0, 2))

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.bus import keys
-from engine.bus.call import Call, milliseconds
+from engine.bus.call import Call, milliseconds, script
 from engine.bus.records import parse_fields
 from engine.protocol import ControlCommand, decode_control, encode
 
@@ -21,13 +21,14 @@ CONTROL_TTL = 600.0  # seconds that a control stream outlives its last command
 
 def control(model: str, slot: str, incarnation: int, command: ControlCommand) -> Call[None]:
     """Put a command before one engine incarnation. A later holder of the slot leaves it aside."""
-    stream = keys.control(model, slot)
-    commands = (
-        ("XADD", stream, "MAXLEN", "~", COMMANDS_KEPT, "*", "incarnation", incarnation, "command", encode(command)),
-        ("PEXPIRE", stream, milliseconds(CONTROL_TTL)),
-        ("PUBLISH", keys.control_channel(model, slot), b""),
+    arguments = (
+        incarnation,
+        encode(command),
+        COMMANDS_KEPT,
+        milliseconds(CONTROL_TTL),
+        keys.control_channel(model, slot),
     )
-    return Call(lambda answers: None, commands=commands, transaction=True)
+    return Call(lambda answer: None, script("control"), (keys.control(model, slot),), arguments)
 
 
 @dataclass(frozen=True)

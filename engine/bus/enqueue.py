@@ -11,6 +11,7 @@ from engine.bus.call import Argument, Call, flat, milliseconds, script
 from engine.protocol import EngineCoreRequest, encode
 
 MEMORY_SHARE = 0.8  # of maxmemory, beyond which nothing new is admitted
+OUTPUTS_DROPPED_AT_ONCE = 256  # Redis answers no other client meanwhile
 MAX_EXACT = 2**53  # Lua's numbers are doubles
 
 
@@ -89,6 +90,12 @@ def accepts(memory_share: float = MEMORY_SHARE) -> Call[Refused | None]:
         return Refused("memory", int(answer[0]), int(answer[1])) if answer else None
 
     return Call(decode, script=script("accepts", "memory"), arguments=(memory_share,))
+
+
+def make_room(model: str, memory_share: float = MEMORY_SHARE) -> Call[int]:
+    """Drop the oldest outputs of ended requests while Redis has no memory for new requests. Returns how many, some hundreds at
+    most."""
+    return Call(int, script("make_room", "ledger", "memory"), keys.ledger(model), (memory_share, OUTPUTS_DROPPED_AT_ONCE))
 
 
 def first_fields(request: EngineCoreRequest, model: str) -> dict[str, Argument]:

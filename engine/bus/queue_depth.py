@@ -30,4 +30,6 @@ def queue_depth(model: str) -> Call[QueueDepth]:
         ("ZCARD", keys.live(model)),
         ("HMGET", keys.load(model), "waiting", "tokens", "requests"),
     )
-    return Call(decode, commands=commands, transaction=True)
+    return Call(
+        decode, commands=commands
+    )  # no transaction: Redis refuses those when it is out of memory, and reads alone it answers

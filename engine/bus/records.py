@@ -12,6 +12,7 @@ from engine.bus.call import Call
 from engine.protocol import EngineInfo, FinishReason, RequestTimes, StoredChoice, StoredOutput, decode_info, decode_stored
 
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")  # which the id of an answer has before that of the request
+OUTPUT_DROPPED = "The output of this request is not in Redis any more: it gave way to newer ones."
 PAGE = 500  # records read at once
 MOST_LOOKED_AT = 10_000  # records that one listing of a tenant reads
 
@@ -47,6 +48,9 @@ class RecordView:
     last_token: float = 0.0
     finished: float = 0.0
     preemptions: int = 0
+    attempts: int = 0  # engines that died while they ran it, one after the other
+    deaths: int = 0  # of engines that ran it, in all
+    output_dropped: bool = False  # the output of an ended one gave way to newer ones
 
     @property
     def times(self) -> RequestTimes:
@@ -218,18 +222,22 @@ def stored_output(model: str, request_id: str) -> Call[StoredOutput | None]:
     """The output of an ended request. None: it has not ended, or its record is gone.
 
     A request that ended without its engine's word (aborted while it waited, its engine died) has no tokens stored: each choice is
-    then empty, with the record's reason and error.
+    then empty, with the record's reason and error. Nor has one whose output gave way to newer ones: that is its error.
     """
 
     def decode(answers: list[Any]) -> StoredOutput | None:
-        view = _parse(answers[0])
+        *fields, output = answers[0]
+        view = _parse(fields)
         if view is None or view.state != "ended":
             return None
-        if answers[1]:
-            return decode_stored(answers[1])
+        if output:
+            return decode_stored(output)
+        if view.output_dropped:
+            return StoredOutput(
+                [StoredChoice(b"", FinishReason.ERROR, None, OUTPUT_DROPPED)] * view.n, view.cached_tokens, view.times
+            )
         reason = FinishReason[view.reason.upper()]
         choices = [StoredChoice(b"", reason, None, view.error or None) for _ in range(view.n)]
         return StoredOutput(choices, view.cached_tokens, view.times)
 
-    read_output = ("HGET", keys.record(model, request_id), "output")
-    return Call(decode, commands=(_read(model, request_id), read_output), transaction=True)
+    return Call(decode, commands=((*_read(model, request_id), "output"),))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from engine.bus import leases, transitions
 from engine.bus.call import BusUnavailable, Trouble
 from engine.bus.connection import AsyncBus
-from engine.bus.enqueue import accepts
+from engine.bus.enqueue import accepts, make_room
 from engine.bus.queue_depth import QueueDepth, queue_depth
 from engine.protocol import EngineInfo
 
@@ -76,12 +76,27 @@ class Directory:
         self.models, self.engines, self.queues, self.trouble = served, everyone, queues, None
 
     async def check_admission(self) -> None:
-        """See whether Redis would take a new request."""
+        """See whether Redis would take a new request. Old results give way to new requests."""
         try:
-            refused = await self._bus.run(accepts())
-            self.refusal = f"{refused}." if refused is not None else ""
+            self.refusal = await self._refusal()
+            if self.refusal and await self._make_room():
+                self.refusal = await self._refusal()
         except BusUnavailable as error:
             self.refusal = f"Redis {error.trouble}."
+
+    async def _refusal(self) -> str:
+        """Raises BusUnavailable where Redis does not answer."""
+        try:
+            refused = await self._bus.run(accepts())
+        except BusUnavailable as error:
+            if error.trouble is not Trouble.MEMORY:
+                raise
+            return f"Redis {error.trouble}."
+        return f"{refused}." if refused is not None else ""
+
+    async def _make_room(self) -> int:
+        """Returns how many results gave way."""
+        return sum([await self._bus.run(make_room(name)) for name in sorted(self.known_models)])
 
     async def take_over_dead_engines(self) -> None:
         """Let the requests of engines that had no heartbeat for a whole time to live, while Redis was up, wait for the next engine;

@@ -1,0 +1,54 @@
+"""Directory: what an API server knows of models, engines and the room that Redis has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from engine.bus import keys, records, transitions
+from engine.bus.connection import AsyncBus
+from engine.bus.records import OUTPUT_DROPPED
+from engine.bus.transitions import EndedRequest
+from engine.client.discovery import Directory
+from engine.protocol import FinishReason, RequestTimes, StoredChoice, StoredOutput, encode
+from tests.engine.bus.ledger_world import World
+
+BIG = 1 << 20  # bytes of an output
+
+
+@pytest.fixture
+def world(each_redis_url: str) -> Iterator[World]:
+    with World(each_redis_url) as world:
+        yield world
+        world.raw.config_set("maxmemory", 0)
+
+
+def big_end(request_id: str) -> EndedRequest:
+    output = StoredOutput([StoredChoice(bytes(BIG), FinishReason.LENGTH)], 0, RequestTimes())
+    return EndedRequest(request_id, FinishReason.LENGTH, encode(output), BIG // 4)
+
+
+@pytest.mark.parametrize("share", [0.9, 1.1], ids=["beyond the share for new requests", "out of memory"])
+async def test_old_results_give_way_to_new_requests(world: World, share: float) -> None:
+    names = [f"r{number}" for number in range(8)]
+    engine = world.engine()
+    for name in names:
+        world.enqueue(world.request(name))
+        world.take(engine)
+        number = next(engine.flushes)
+        world.bus.run(transitions.flush(world.model, engine.slot, engine.incarnation, number - 1, number, ended=[big_end(name)]))
+    world.raw.config_set("maxmemory", int(world.raw.info("memory")["used_memory"] / share))
+    async with AsyncBus(world.url) as bus:
+        directory = Directory(bus)
+        await directory.refresh()
+        await directory.check_admission()
+        assert directory.refusal == ""
+    dropped = [name for name in names if world.record(name).output_dropped]
+    assert dropped and dropped == names[: len(dropped)], "the oldest go"
+    assert len(dropped) < len(names), "no more than must"
+    stored = world.bus.run(records.stored_output(world.model, names[0]))
+    assert stored is not None and stored.choices[0].error == OUTPUT_DROPPED
+    kept = int(world.raw.hget(keys.load(world.model), "kept") or 0)
+    assert BIG * (len(names) - len(dropped)) <= kept < BIG * (len(names) - len(dropped)) + 10_000
+    world.check_integrity()
