@@ -102,15 +102,19 @@ def fold(
     return collected.fold(num_cached_tokens, times)
 
 
-def by_handle(messages: Iterable[EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
-    """The messages of one engine to one API server, put together anew: one message with all rows of each handle.
+def by_attachment(parts: Iterable[tuple[str, EngineCoreOutputs]]) -> dict[tuple[str, int], EngineCoreOutputs]:
+    """One engine's messages to API servers, put together anew: one message with all rows of each (client, handle).
 
-    An engine that continues many requests reads their journal once with this, and folds each from its own rows.
+    A journal with many requests is read once with this; then each request has its rows apart.
     """
-    ordered = sorted(messages, key=_age)
-    if not ordered:
-        return {}
-    first = ordered[0]
+    messages: dict[str, list[EngineCoreOutputs]] = {}
+    for client, message in sorted(parts, key=lambda part: _age(part[1])):
+        messages.setdefault(client, []).append(message)
+    return {(client, handle): rows for client, each in messages.items() for handle, rows in _by_handle(each).items()}
+
+
+def _by_handle(messages: list[EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
+    first = messages[0]
     regrouped: dict[int, EngineCoreOutputs] = {}
 
     def of(handle: int) -> EngineCoreOutputs:
@@ -120,15 +124,15 @@ def by_handle(messages: Iterable[EngineCoreOutputs]) -> dict[int, EngineCoreOutp
             )
         return regrouped[handle]
 
-    handles = np.concatenate([decode_column(message.handles, np.int64) for message in ordered])
+    handles = np.concatenate([decode_column(message.handles, np.int64) for message in messages])
     order = handles.argsort(kind="stable")
     found, starts = np.unique(handles[order], return_index=True)
     for name in ("handles", "choices", "offsets", "token_ids"):
         dtype: type[np.generic] = np.int64 if name == "handles" else np.int32
-        column = np.concatenate([decode_column(getattr(message, name), dtype) for message in ordered])[order]
+        column = np.concatenate([decode_column(getattr(message, name), dtype) for message in messages])[order]
         for handle, part in zip(found.tolist(), np.split(column, starts[1:]), strict=False):
             setattr(of(handle), name, part.tobytes())
-    for message in ordered:
+    for message in messages:
         for told in message.logprobs:
             of(told.handle).logprobs.append(told)
         for prompt_told in message.prompt_logprobs:

@@ -29,7 +29,7 @@ from engine.protocol import (
     encode,
 )
 from engine.runtime.core import EngineCore, Unrunnable
-from engine.runtime.folding import FoldedOutput, fold
+from engine.runtime.folding import FoldedOutput, by_attachment, fold
 from engine.runtime.owned_requests import OwnedRequest, OwnedRequests
 from engine.runtime.reconciliation import INTERVAL as RECONCILE_SECONDS
 from engine.runtime.reconciliation import Reconciler
@@ -80,7 +80,7 @@ class Intake:
         self._owned = owned
         self._reconciler = reconciler
         self._reconciled_at = time.monotonic()
-        self._journals: dict[str, list[tuple[str | None, EngineCoreOutputs]]] = {}  # of dead engines, by name
+        self._journals: dict[str, dict[tuple[str, int], EngineCoreOutputs]] = {}  # of dead engines, by name: rows by attachment
         self._inbox = inbox
         self._core = core
         self._failed = failed
@@ -220,16 +220,18 @@ class Intake:
         (parts,) = self._insist(transitions.read_checkpoints(owner.model, [source.request_id]))
         messages = _readable(parts)
         for name in orphan.journals:
-            messages += self._journal(name)
+            journal = self._journal(name)
+            messages += [(each[0], journal[each]) for each in orphan.attachments if each in journal]
         folded = fold(source, messages, orphan.attachments, orphan.cached_tokens, orphan.times)
         part = OutputPart(source.request_id, encode(folded.as_message(source.handle)))
         self._insist(transitions.checkpoint(owner.model, owner.slot, owner.incarnation, [part]))
         return folded
 
-    def _journal(self, name: str) -> list[tuple[str | None, EngineCoreOutputs]]:
+    def _journal(self, name: str) -> dict[tuple[str, int], EngineCoreOutputs]:
         """A dead engine's journal, read once for all of its requests that come with one take."""
         if name not in self._journals:
-            self._journals[name] = _readable(self._insist(transitions.read_journal(self._owner.model, name)))
+            parts = _readable(self._insist(transitions.read_journal(self._owner.model, name)))
+            self._journals[name] = by_attachment((client, message) for client, message in parts if client is not None)
         return self._journals[name]
 
     def _insist(self, call: Call[T]) -> T:

@@ -15,6 +15,7 @@ from engine.config import EngineConfig, RedisConfig, SchedulerConfig
 from engine.runtime.core import EngineCore
 from engine.runtime.loop import EngineLoop
 from engine.runtime.serving import connect, engine_info
+from engine.runtime.slot_owner import SlotOwner
 from gpu.config import CacheConfig, ModelConfig, ParallelConfig
 
 MODEL = "null-model"
@@ -30,7 +31,7 @@ class RunningEngine:
         self.core = EngineCore(config, clock=clock)
         self.info = engine_info(config, self.core, model, tokenizer)
         self.info.slot, self.info.incarnation = self.bus.run(leases.claim_slot(model, self.info))
-        self.loop: EngineLoop = connect(self.core, self.bus, self.info, clock)
+        self.loop: EngineLoop = connect(self.core, SlotOwner(self.bus, self.info), clock)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

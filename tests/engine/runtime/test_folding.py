@@ -24,7 +24,7 @@ from engine.protocol import (
     decode_column,
     encode_column,
 )
-from engine.runtime.folding import FoldedOutput, by_handle, fold
+from engine.runtime.folding import FoldedOutput, by_attachment, fold
 
 ATTACHMENTS = [("api:1", 7), ("api:2", 7), ("api:1", 9)]  # the last is the present one
 OTHER = 8  # a handle of another request at each API server
@@ -156,23 +156,25 @@ def test_a_journal_may_be_regrouped_before_it_is_folded(
     """As an engine does that continues many requests; and as one reads what a checkpoint stored, which names no API server."""
     source = run[0]
     parts = cut(random.Random(seed), *run)
-    journals: dict[tuple[str, int], list[EngineCoreOutputs]] = {}
-    for client, message in parts:
-        journals.setdefault((client, message.incarnation), []).append(message)
-    regrouped = [(client, rows) for (client, _), messages in journals.items() for rows in by_handle(messages).values()]
-    own = [
-        (None, rows)
-        for (client, _), messages in journals.items()
-        for handle, rows in by_handle(messages).items()
-        if (client, handle) in ATTACHMENTS
-    ]
+    regrouped: list[Part] = []
+    for incarnation in (1, 2):
+        journal = by_attachment(part for part in parts if part[1].incarnation == incarnation)
+        regrouped += [(client, rows) for (client, _), rows in journal.items()]
+    own = [(None, rows) for client, rows in regrouped if (client, _handle(rows)) in ATTACHMENTS]
     expected = told(fold(source, parts, ATTACHMENTS))
     assert told(fold(source, regrouped, ATTACHMENTS)) == expected
     assert told(fold(source, own, [])) == expected
 
 
+def _handle(rows: EngineCoreOutputs) -> int:
+    """The one handle of a message."""
+    entries = [entry.handle for entry in (*rows.logprobs, *rows.prompt_logprobs, *rows.finished)]
+    (handle,) = {*entries, *decode_column(rows.handles, np.int64).tolist()}
+    return handle
+
+
 def test_nothing_told_is_nothing_folded() -> None:
-    assert by_handle([]) == {}
+    assert by_attachment([]) == {}
     folded = fold(make_source(n=2), [], ATTACHMENTS, num_cached_tokens=16, times=RequestTimes(1.0, 2.0))
     assert [(choice.token_ids.tolist(), choice.end) for choice in folded.choices] == [([], None), ([], None)]
     assert (folded.num_cached_tokens, folded.times) == (16, RequestTimes(1.0, 2.0))
