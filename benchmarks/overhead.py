@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import signal
 import subprocess
 import sys
@@ -30,8 +31,11 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.protocol import PROTOCOL_VERSION, EngineCoreOutputs, EngineCoreRequest, decode_client_message, encode_column
 from engine.runtime.core import EngineCore
 from engine.runtime.heartbeat import Heartbeat
+from engine.runtime.owned_requests import OwnedRequests
 from engine.runtime.publisher import MOST_WAITING_EVENTS, Publisher, StepEvents
+from engine.runtime.reconciliation import Reconciler
 from engine.runtime.serving import connect, engine_info
+from engine.runtime.slot_owner import SlotOwner
 from engine.scheduling.request import Request
 from gpu.config import CacheConfig, ModelConfig, ParallelConfig
 from gpu.plan import SamplingParams, decode_output, decode_plan, encode
@@ -135,9 +139,10 @@ def measure_parts(url: str, size: int, num_steps: int) -> dict[str, float]:
         with role("listen", url, server):
             info = engine_info(config, core, MODEL, "")
             info.slot, info.incarnation = bus.run(leases.claim_slot(MODEL, info))
-            heartbeat = Heartbeat(bus, core, info, BusClock(), _raise)
+            owner, owned = SlotOwner(bus, info), OwnedRequests()
+            heartbeat = Heartbeat(owner, core, BusClock(), _raise)
             heartbeat.start()
-            publisher = Publisher(bus, MODEL, info.slot, info.incarnation, [server], _raise)
+            publisher = Publisher(owner, owned, Reconciler(owner, owned, queue.SimpleQueue()), [server], _raise)
             steps: list[dict[str, float]] = []
             before = 0.0
             while len(steps) < num_steps:
@@ -174,7 +179,7 @@ def one_step(core: EngineCore, bus: Bus, publisher: Publisher) -> tuple[dict[str
     watch.lap("decode output")
     outputs = core.scheduler.update_from_output(plan, output, time.time())
     watch.lap("update")
-    call = publisher.call_for(StepEvents(outputs))
+    call, _, _ = publisher.call_for(StepEvents(outputs))
     watch.lap("serialise")
     started = time.perf_counter()
     bus.run(call)
@@ -219,7 +224,7 @@ def serve(url: str, size: int, num_steps: int, backend: str) -> None:
     with Bus(url) as bus:
         info = engine_info(config, core, MODEL, "")
         info.slot, info.incarnation = bus.run(leases.claim_slot(MODEL, info))
-        loop = connect(core, bus, info, clock)
+        loop = connect(core, SlotOwner(bus, info), clock)
         signal.signal(signal.SIGTERM, lambda number, frame: loop.stop())
         say_ready()
         loop.run()

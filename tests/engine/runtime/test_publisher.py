@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from pathlib import Path
 
 from engine.bus.connection import Bus
 from engine.protocol import ControlReply
+from engine.runtime.owned_requests import OwnedRequests
 from engine.runtime.publisher import MOST_WAITING_EVENTS, Publisher, StepEvents
+from engine.runtime.reconciliation import Reconciler
+from engine.runtime.slot_owner import SlotOwner
+from tests.engine.bus.ledger_world import engine_info
 
 
 def test_an_engine_told_to_stop_does_not_wait_for_redis(tmp_path: Path) -> None:
     failures: list[BaseException] = []
     num_put = 0
     with Bus(f"unix://{tmp_path}/nobody.sock") as bus:
-        publisher = Publisher(bus, "model", "0", 1, [], failures.append)
+        owner, owned = SlotOwner(bus, engine_info("model")), OwnedRequests()
+        publisher = Publisher(owner, owned, Reconciler(owner, owned, queue.SimpleQueue()), [], failures.append)
         publisher.start()
 
         def put() -> None:
