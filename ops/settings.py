@@ -23,7 +23,9 @@ from ops.errors import SettingError
 
 PREFIX = "HEADRACE_"
 FILE_VARIABLE = PREFIX + "CONFIG"
-OTHER_VARIABLES = frozenset({FILE_VARIABLE, "HEADRACE_CACHE_DIR", "HEADRACE_NULL_RUNNER", "HEADRACE_TEST_REDIS_SERVER"})
+OTHER_VARIABLES = frozenset(
+    {FILE_VARIABLE, "HEADRACE_CACHE_DIR", "HEADRACE_FAULT_POINT", "HEADRACE_NULL_RUNNER", "HEADRACE_TEST_REDIS_SERVER"}
+)
 
 # Kubernetes sets these in every pod for each service of the namespace, here for one named `headrace` or `headrace-NAME`:
 # https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables.
