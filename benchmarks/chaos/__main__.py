@@ -3,9 +3,8 @@
     python -m benchmarks.chaos [--minutes 10] [--seed 0] [--model MODEL | --model null] [--faults KIND,...] [--load KIND,...]
 
 It starts Redis with an append-only file, engines, API servers and maintenance, each a process. It asks for every case of the seed
-once, calmly. Then a number of clients ask for cases again, in all the ways that `--load` names, while faults come one after the other.
-The exit code is 0 where nothing was lost, repeated, changed, stuck or leaked. `--folder` keeps logs and
-`failures.jsonl`.
+once, calmly. Then a number of clients ask for cases again, in all the ways that `--load` names, while faults come one by one. The
+exit code is 0 where nothing was lost, repeated, changed, stuck or leaked. `--folder` keeps logs and `failures.jsonl`.
 """
 
 from __future__ import annotations

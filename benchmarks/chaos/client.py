@@ -21,6 +21,7 @@ from benchmarks.chaos.cases import Case
 
 Behaviour = Literal["stream", "unary", "slow", "abort", "resume", "retry", "duplicate"]
 
+PAUSE_SECONDS = 0.5  # a shorter time without a token is none
 RETRY_SECONDS = 0.25  # between two tries
 SILENCE_SECONDS = 60.0  # in which a connection brings nothing at all, keep-alive comments included
 WANTED = {"return_token_ids": True, "return_tokens_as_token_ids": True}
@@ -64,8 +65,7 @@ class Outcome:
     request_id: str = ""
     started: float = field(default_factory=time.monotonic)
     ended: float = 0.0
-    worst_pause: float = 0.0  # seconds without a token, the first one's included
-    worst_pause_at: float = 0.0  # when it ended, time.monotonic()
+    pauses: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each, the wait for the first token included
     history: list[str] = field(default_factory=list)  # what happened on the way, for the report
 
     def note(self, what: str) -> None:
@@ -212,8 +212,8 @@ class _Conversation:
 
     def _got_tokens(self) -> None:
         now = time.monotonic()
-        if now - self._silent_since > self._outcome.worst_pause:
-            self._outcome.worst_pause, self._outcome.worst_pause_at = now - self._silent_since, now
+        if self._streams and now - self._silent_since > PAUSE_SECONDS:
+            self._outcome.pauses.append((self._silent_since, now))
         self._silent_since = now
 
     def _check(self, status: int, headers: httpx.Headers, content: bytes) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 from benchmarks.chaos.answers import CalmAnswer, Verdict
 from benchmarks.chaos.client import Outcome
 from benchmarks.chaos.faults import Injected
+from benchmarks.text_table import text_table
 
+AFTER_SECONDS = 3.0  # a pause that begins so soon after a fault stands beside it
 FAILURES = ("lost", "repeated", "changed", "stuck")
 
 
@@ -35,29 +37,36 @@ class Report:
     def lines(self) -> list[str]:
         counts = self._counts()
         behaviours: Counter[str] = Counter(outcome.item.behaviour for outcome, _ in self.judged)
-        kinds = Counter(fault.kind for fault in self.faults)
         found = [
             f"requests   {len(self.judged)}: {_listed(behaviours)}",
-            f"faults     {len(self.faults)}: {_listed(kinds)}",
+            f"faults     {len(self.faults)}",
             *(f"{kind:<10} {counts[kind]}" for kind in FAILURES),
             f"excused    {counts['excused']} (the calm run's best two candidates were closer than 1e-3)",
             *(f"{'leaked ' + kind:<17} {len(leaked)}" for kind, leaked in self.leaks.items()),
             f"own ends   {len(self.own_ends)} (processes that ended although no fault touched them)",
-            self._worst_pause(),
+            *self._pauses(),
         ]
         for kind, leaked in self.leaks.items():
             found += [f"  leaked {kind}: {each}" for each in leaked]
         found += [f"  {each}" for each in self.own_ends]
         return found
 
-    def _worst_pause(self) -> str:
-        streams = [outcome for outcome, _ in self.judged if outcome.item.behaviour not in ("unary", "retry")]
-        if not streams:
-            return "worst pause  no streams"
-        worst = max(streams, key=lambda outcome: outcome.worst_pause)
-        began = worst.worst_pause_at - worst.worst_pause
-        during = [fault.kind for fault in self.faults if fault.began < worst.worst_pause_at and fault.ended > began - 5.0]
-        return f"worst pause {worst.worst_pause:.1f} s, of request {worst.item.number}, beside {', '.join(during) or 'no fault'}"
+    def _pauses(self) -> list[str]:
+        """The worst pause of all, and the worst beside each kind of fault."""
+        pauses = [pause for outcome, _ in self.judged for pause in outcome.pauses]
+        beside: dict[str, float] = {}
+        for fault in self.faults:
+            near = [end - begin for begin, end in pauses if begin < fault.ended + AFTER_SECONDS and end > fault.began]
+            beside[fault.kind] = max([beside.get(fault.kind, 0.0), *near])
+        worst = max((end - begin for begin, end in pauses), default=0.0)
+        table = text_table(
+            ["fault", "times", "worst pause, s"],
+            [
+                [kind, str(count), f"{beside[kind]:.1f}"]
+                for kind, count in sorted(Counter(fault.kind for fault in self.faults).items())
+            ],
+        )
+        return [f"worst pause {worst:.1f} s without a token", *([table] if self.faults else [])]
 
     def failures(self) -> list[str]:
         """A line each request that went wrong."""
