@@ -1,15 +1,16 @@
 """Named points in the code at which a process can be made to die, for `benchmarks.chaos` and tests of failover.
 
-`HEADRACE_FAULT_POINT="after-take:3"` kills this process with SIGKILL when it reaches the point `after-take` for the third time.
-Without the variable `reach` is an empty function.
+`HEADRACE_FAULT_POINT` names a file. Once the file has the order `after-take:3`, the process removes it and kills itself when it reaches
+the point `after-take` for the third time from then on. Without the variable `reach` is an empty function.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, get_args
 
 ENVIRONMENT_VARIABLE = "HEADRACE_FAULT_POINT"
@@ -25,28 +26,40 @@ FaultPoint = Literal[
 FAULT_POINTS: tuple[FaultPoint, ...] = get_args(FaultPoint)
 
 
-def reach(point: FaultPoint) -> None:
-    """Die here if this is the point and the passing that the variable names."""
-    _reach(point)
+class _Orders:
+    """Obeys the orders in a file."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._order = ""
+        self._num_passings = 0  # since the order was first seen
+        self._lock = threading.Lock()
 
-def _armed(order: str) -> Callable[[str], None]:
-    """What `reach` does under the order `NAME:PASSING`. Raises ValueError for another form or an unknown name."""
-    name, _, passing = order.partition(":")
-    if name not in FAULT_POINTS or not passing.isdecimal() or int(passing) < 1:
-        raise ValueError(f"{ENVIRONMENT_VARIABLE}={order} is not NAME:PASSING with one of {', '.join(FAULT_POINTS)}")
-    passings = itertools.count(1)  # `next` of it is atomic: threads may pass at once
-
-    def die_at_last(point: str) -> None:
-        if point == name and next(passings) == int(passing):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return die_at_last
+    def reach(self, point: str) -> None:
+        with self._lock:
+            try:
+                order = self._path.read_text()
+            except FileNotFoundError:
+                order = ""
+            if order != self._order:
+                self._order, self._num_passings = order, 0
+            name, _, passing = order.partition(":")
+            if name != point:
+                return
+            self._num_passings += 1
+            if self._num_passings >= int(passing):
+                self._path.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _nothing(point: str) -> None:
     pass
 
 
-_order = os.environ.get(ENVIRONMENT_VARIABLE, "")
-_reach: Callable[[str], None] = _armed(_order) if _order else _nothing
+_file = os.environ.get(ENVIRONMENT_VARIABLE, "")
+_reach: Callable[[str], None] = _Orders(Path(_file)).reach if _file else _nothing
+
+
+def reach(point: FaultPoint) -> None:
+    """Die here if the point and the passing are the ordered ones."""
+    _reach(point)

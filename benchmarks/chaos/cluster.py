@@ -21,6 +21,7 @@ from ops.parent_death import bound_to_parent
 
 START_SECONDS = 120.0
 STOP_SECONDS = 30.0
+FAULT_POINT_SECONDS = 8.0  # for a process under load to reach a named point
 EXPLAINED_SECONDS = 30.0  # within which the end of a process follows from a fault
 NAME = "chaos"  # the served model
 
@@ -36,7 +37,6 @@ class Role:
     process: asyncio.subprocess.Process | None = None
     touched: float = 0.0  # when a fault last acted on it, time.monotonic()
     own_ends: list[str] = field(default_factory=list)  # ends that no fault explains
-    fault_point: str = ""  # for its next start
     starts: int = 0
     _keeper: asyncio.Task[None] | None = None
 
@@ -53,16 +53,12 @@ class Role:
                 await asyncio.sleep(0.5)
 
     async def _start(self) -> None:
-        environment = dict(self.environment)
-        if self.fault_point:
-            environment[ENVIRONMENT_VARIABLE] = self.fault_point
-        self.fault_point = ""
         self.starts += 1
         command = bound_to_parent([sys.executable, "-P", "-m", "ops.cli", *self.arguments])
         with open(self.log, "ab") as log:
             log.write(f"--- start {self.starts} {time.strftime('%H:%M:%S')}\n".encode())
             log.flush()
-            self.process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, env=environment)
+            self.process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, env=self.environment)
 
     @property
     def is_running(self) -> bool:
@@ -77,6 +73,20 @@ class Role:
             own = psutil.Process(self.process.pid)
             return [own, *own.children(recursive=True)]
         return []
+
+    async def dies_at(self, point: FaultPoint, passing: int) -> bool:
+        """Whether it reached the point so often within FAULT_POINT_SECONDS, and died there. Else the order is withdrawn."""
+        assert self.process is not None
+        process, order = self.process, Path(self.environment[ENVIRONMENT_VARIABLE])
+        draft = order.with_suffix(".draft")
+        draft.write_text(f"{point}:{passing}")
+        draft.rename(order)  # whole at once: the process reads it at any time
+        try:
+            await asyncio.wait_for(process.wait(), FAULT_POINT_SECONDS)
+        except TimeoutError:
+            order.unlink(missing_ok=True)
+            return False
+        return True
 
     def send(self, number: signal.Signals) -> None:
         self.touched = time.monotonic()
@@ -139,6 +149,7 @@ class Cluster:
 
     def _role(self, name: str, arguments: list[str]) -> Role:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HEADRACE_NULL_RUNNER": "step_seconds=0.02"}
+        environment[ENVIRONMENT_VARIABLE] = str(self.options.folder / f"{name}.fault")
         command = [*arguments, "--redis-url", self.redis.url, "--log-format", "text"]
         return Role(name, command, environment, self.options.folder / f"{name}.log")
 
@@ -179,9 +190,3 @@ class Cluster:
         await asyncio.gather(*(role.stop() for role in self.roles))
         await self._http.aclose()
         await self.redis.stop()
-
-
-def arm(role: Role, point: FaultPoint, passing: int) -> None:
-    """Kill a process, and let its next start die at a named point."""
-    role.fault_point = f"{point}:{passing}"
-    role.send(signal.SIGKILL)
