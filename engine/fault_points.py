@@ -1,7 +1,7 @@
 """Named points in the code at which a process can be made to die, for `benchmarks.chaos` and tests of failover.
 
-`HEADRACE_FAULT_POINT` names a file. Once the file has the order `after-take:3`, the process removes it and kills itself when it reaches
-the point `after-take` for the third time from then on. Without the variable `reach` is an empty function.
+`HEADRACE_FAULT_POINT` names a file. Once the file has the order `after-take:3`, the process removes it and kills itself when it
+reaches the point `after-take` for the third time from then on. Without the variable `reach` is an empty function.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ ENVIRONMENT_VARIABLE = "HEADRACE_FAULT_POINT"
 FaultPoint = Literal[
     "after-take",  # Redis gave the engine requests, and the engine has flushed nothing of them
     "flush-sent",  # Redis has a flush, and the engine has not read the answer
-    "checkpointed",  # the output of running requests is appended, and the journal behind it is not trimmed
-    "taking-over",  # some of a dead engine's requests are in `resume`, the others still pending
+    "checkpointed",  # Redis has moved output of running requests out of the journal, and the engine has done nothing since
+    "taking-over",  # an observer has made orphans of a batch of a dead engine's requests
     "folded",  # an orphan's output is folded, and no step has computed a token of it
     "stop-ordered",  # the engine has read a stop or an abort and has not obeyed it
 ]

@@ -21,7 +21,7 @@ PAUSE_SECONDS = (0.5, 2.5, 10.0)  # Redis stands still
 API_STOPPED_SECONDS = (0.5, 2.0)
 # An API server that dies just when Redis forgets may take a request with it that nobody else knows: these keep their distance
 FORGETFUL = frozenset({"redis-rollback", "redis-wipe"})
-API_DEATHS = frozenset({"kill-api"})
+API_DEATHS = frozenset({"kill-api", "at-taking-over"})
 DISTANCE_SECONDS = 8.0
 
 
@@ -136,6 +136,17 @@ def _at_point(point: FaultPoint) -> Inject:
     return inject
 
 
+async def _die_taking_over(cluster: Cluster, chance: random.Random) -> str:
+    """Kill an engine, and the API server that takes over from it."""
+    engine = chance.choice(cluster.engines)
+    observers = [asyncio.create_task(role.dies_at("taking-over", 1)) for role in cluster.api_servers]
+    await asyncio.sleep(0.1)
+    _kill(engine)
+    died = await asyncio.gather(*observers)
+    names = [role.name for role, is_dead in zip(cluster.api_servers, died, strict=True) if is_dead]
+    return f"{engine.name}, observed by {', '.join(names) or 'none of them'}"
+
+
 FAULTS: dict[str, Inject] = {
     "kill-engine": _kill_engine,
     "kill-worker": _kill_worker,
@@ -152,6 +163,7 @@ FAULTS: dict[str, Inject] = {
     "redis-rollback": _roll_back_redis,
     "redis-wipe": _wipe_redis,
     **{f"at-{point}": _at_point(point) for point in FAULT_POINTS},
+    "at-taking-over": _die_taking_over,
 }
 
 

@@ -10,6 +10,7 @@ from engine.bus import keys
 from engine.bus.call import Argument, Call, flat, milliseconds, script
 from engine.bus.control import COMMANDS_KEPT, CONTROL_TTL
 from engine.bus.records import RecordView, parse_fields, parse_record
+from engine.fault_points import reach
 from engine.protocol import Abort, FinishReason, RequestTimes, decode_control, encode
 
 TOMBSTONE_TTL = 600.0  # seconds that an abort waits for a request that it overtook
@@ -279,6 +280,7 @@ def takeover(model: str, slot: str, incarnation: int, *, sure: bool = False, bla
 
     def batch(start: str, so_far: TakenOver) -> Call[TakenOver]:
         def decode(answer: list[Any]) -> TakenOver | Call[TakenOver]:
+            reach("taking-over")
             done = TakenOver(so_far.orphaned + int(answer[0]), so_far.ended + int(answer[1]))
             return batch(answer[2].decode(), done) if answer[2] else done
 

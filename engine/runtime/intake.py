@@ -19,7 +19,9 @@ import msgspec
 from engine.bus import control, keys, transitions
 from engine.bus.call import BusUnavailable, Call
 from engine.bus.transitions import Orphan, OutputPart, StoredPart, Taken
+from engine.fault_points import reach
 from engine.protocol import (
+    Abort,
     INVALID_REQUEST,
     Abort,
     EngineCoreOutputs,
@@ -151,6 +153,8 @@ class Intake:
             self._unanswered = call
             entries = self._owner.run(call)
             self._unanswered = None
+            if entries:
+                reach("after-take")
             arrivals = self._own(entries)
         self._places_said -= min(len(entries), self._places_said)
         for taken, source in arrivals:
@@ -206,6 +210,8 @@ class Intake:
         try:
             orphan = taken.orphan
             folded = self._folded(source, orphan) if orphan else None
+            if folded:
+                reach("folded")
             choices = self._core.make_requests(source, taken.enqueued, taken.taken, folded)
             self._inbox.put(Arrival(source, choices, folded, orphan.orders if orphan else ()))
         except Unrunnable as error:
@@ -272,6 +278,8 @@ class Intake:
                         batch = owner.bus.run(control.read_control(owner.model, owner.slot, owner.incarnation, last_id))
                         last_id = batch.last_id
                         for command in batch.commands:
+                            if isinstance(command, Abort):
+                                reach("stop-ordered")
                             self._inbox.put(command)
                         if subscription.get(LOOK_SECONDS) is not None:
                             self._bell.set()

@@ -22,6 +22,7 @@ import numpy as np
 from engine.bus import keys, transitions
 from engine.bus.call import BusUnavailable, Call
 from engine.bus.transitions import GAP, EndedRequest, Flushed, OutputPart
+from engine.fault_points import reach
 from engine.protocol import ControlReply, EngineCoreOutputs, OutputLogprobs, OutputPromptLogprobs, encode, encode_column
 from engine.runtime.checkpoints import OpenJournal
 from engine.runtime.held_requests import HeldRequest, reason_of
@@ -134,7 +135,9 @@ class Publisher:
         call, messages, size = self.call_for(events)
         ended = [owned for held in events.ended if (owned := self._owned.get(held.source.request_id)) is not None]
         self._keep(KeptFlush(self._num_flushes, call, ended, size, time.monotonic()))
-        if self._deliver(call):
+        is_delivered = self._deliver(call)
+        reach("flush-sent")
+        if is_delivered:
             self._owned.remove(owned.source.request_id for owned in ended)
             self._journal.add(messages, size)
         if events.stored:
@@ -176,6 +179,7 @@ class Publisher:
     def _checkpoint(self, parts: list[OutputPart]) -> None:
         owner = self._owner
         self._insist(transitions.checkpoint(owner.model, owner.slot, owner.incarnation, parts, self._num_flushes))
+        reach("checkpointed")
 
     def _insist(self, call: Call[T]) -> T | None:
         return self._insist_on(lambda: self._owner.run(call))
