@@ -21,7 +21,6 @@ from engine.bus.call import BusUnavailable, Call
 from engine.bus.transitions import Orphan, OutputPart, StoredPart, Taken
 from engine.fault_points import reach
 from engine.protocol import (
-    Abort,
     INVALID_REQUEST,
     Abort,
     EngineCoreOutputs,
