@@ -52,7 +52,7 @@ def draw_cases(seed: int, count: int) -> list[Case]:
 
 
 def _draw(chance: random.Random, number: int) -> Case:
-    body: dict[str, Any] = {"max_tokens": chance.choice((12, 24, 48, 96)), **_sampling(chance), **_rules(chance)}
+    body: dict[str, Any] = {"max_tokens": chance.choice((24, 64, 128, 192)), **_sampling(chance), **_rules(chance)}
     if body["temperature"] and chance.random() < 0.5:  # greedy choices would all be the same one
         body["n"] = chance.choice((2, 3))
     # Different beginnings, so that not every prompt is in the prefix cache

@@ -21,7 +21,20 @@ SPARE_DESCRIPTORS = 8  # connections to Redis that a pool made under load and ke
 SPARE_THREADS = 8  # of pools that grow to a limit
 _ID = re.compile(r"\{[^}]*\}|[0-9a-f]{8}-[0-9a-f-]{20,}|(?<=:)[^:]*-[0-9a-f]{8}\b|\d+")
 # One each for the model, an engine or Celery, or sums that are meant to stay
-KEPT = ("models", "slots", "slot:", "owner:", "claim:", "control:", "taken:", "shares", "incarnation", "tokenizer:", "served")
+KEPT = (
+    "models",
+    "slots",
+    "slot:",
+    "owner:",
+    "claim:",
+    "control:",
+    "taken:",
+    "shares",
+    "progress:",
+    "incarnation",
+    "tokenizer:",
+    "served",
+)
 SUMS = ("usage", "apis", "api:")
 OTHERS = ("_kombu", "unacked", "celery")
 
