@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 from msgspec import Meta
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from gpu.plan import GREEDY_EPSILON as GREEDY_EPSILON  # part of a request: API servers take these from here
@@ -83,6 +84,18 @@ class RequestFacts(msgspec.Struct, array_like=True, frozen=True):
     answer: AnswerOptions = AnswerOptions()
 
 
+OUTLINE_TOKENS = 16  # of a prompt's end: text begins in the middle of a character or a word where the prompt leaves one
+
+
+class RequestOutline(msgspec.Struct, array_like=True, frozen=True):
+    """A request without what its answer does not show. The record has it, so that the answer can be written after the end too."""
+
+    sampling: SamplingParams
+    num_prompt_tokens: int
+    prompt_token_ids: bytes  # int32: the last OUTLINE_TOKENS, or the whole prompt where the answer shows it
+    facts: RequestFacts
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, frozen=True):
     """API server to engine: one prompt with its `sampling.n` choices. Raises ValueError (decoded: msgspec.ValidationError) for what
     cannot be a request."""
@@ -102,6 +115,14 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, frozen=True):
     def __post_init__(self) -> None:
         if not self.prompt_token_ids or len(self.prompt_token_ids) % 4:
             raise ValueError(f"a prompt of {len(self.prompt_token_ids)} bytes is not a column of token ids")
+
+    def outline(self) -> RequestOutline:
+        answer, sampling = self.facts.answer, self.sampling
+        shown = answer.echo or answer.token_ids or sampling.prompt_logprobs is not None
+        prompt = self.prompt_token_ids if shown else self.prompt_token_ids[-4 * OUTLINE_TOKENS :]
+        if sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words_token_ids:
+            sampling = replace(sampling, logit_bias={}, allowed_token_ids=[], bad_words_token_ids=[])
+        return RequestOutline(sampling, len(self.prompt_token_ids) // 4, prompt, self.facts)
 
 
 class OutputLogprobs(msgspec.Struct, array_like=True):
@@ -191,7 +212,14 @@ class ControlReply(msgspec.Struct, array_like=True, tag=3):
     error: str | None = None
 
 
-ClientMessage = EngineCoreOutputs | RequestEnded | ControlReply
+class Detached(msgspec.Struct, array_like=True, tag=4):
+    """Another stream listens to the request now. The script `attach` publishes it, built with cmsgpack, in this order of fields."""
+
+    request_id: str
+    handle: int
+
+
+ClientMessage = EngineCoreOutputs | RequestEnded | ControlReply | Detached
 
 
 class StoredChoice(msgspec.Struct, array_like=True):
@@ -248,6 +276,14 @@ class Replay(msgspec.Struct, array_like=True, tag=4):
     lacks: list[Lack]
 
 
+class Attach(msgspec.Struct, array_like=True, tag=5):
+    """Publish what the request puts out to another API server from now on. What it has put out is asked for by a `Replay`."""
+
+    request_id: str
+    client: str
+    handle: Int64
+
+
 class Utility(msgspec.Struct, array_like=True, tag=3):
     """Run a named call in the engine: reset_prefix_cache, sleep, wake_up, start_profile, stop_profile, drain."""
 
@@ -257,7 +293,7 @@ class Utility(msgspec.Struct, array_like=True, tag=3):
     token: str = ""
 
 
-ControlCommand = Abort | Replay | Utility
+ControlCommand = Abort | Replay | Utility | Attach
 
 
 class EngineStats(msgspec.Struct):
@@ -356,6 +392,7 @@ encode = msgspec.msgpack.Encoder().encode
 decode_request = _reader(EngineCoreRequest)
 decode_client_message: Callable[[bytes], ClientMessage] = _reader(ClientMessage)  # type: ignore[arg-type]
 decode_control: Callable[[bytes], ControlCommand] = _reader(ControlCommand)  # type: ignore[arg-type]
+decode_outline = _reader(RequestOutline)
 decode_stored = _reader(StoredOutput)
 decode_info = _reader(EngineInfo)
 decode_bundle = _reader(TokenizerBundle)

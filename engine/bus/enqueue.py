@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.bus import keys
 from engine.bus.call import Argument, Call, flat, milliseconds, script
-from engine.protocol import EngineCoreRequest, encode
+from engine.protocol import EngineCoreRequest, RequestFacts, encode
 
 MEMORY_SHARE = 0.8  # of maxmemory, beyond which nothing new is admitted
 OUTPUTS_DROPPED_AT_ONCE = 256  # Redis answers no other client meanwhile
@@ -53,8 +53,19 @@ class Refused(Exception):
                 return f"request {self.request_id} exists already"
 
 
-def enqueue(model: str, requests: Sequence[EngineCoreRequest], limits: AdmissionLimits | None = None) -> Call[Enqueued | Refused]:
-    """All of the requests or none. Sent again by the same API server under the same ids and handles, it succeeds again."""
+@dataclass
+class Repeated(Exception):
+    """A request with the same Idempotency-Key lives, or has ended well: nothing was enqueued."""
+
+    request_id: str  # the first one of that HTTP request's list
+    body_hash: str  # `RequestFacts.body_hash` of that one
+
+
+def enqueue(
+    model: str, requests: Sequence[EngineCoreRequest], limits: AdmissionLimits | None = None
+) -> Call[Enqueued | Refused | Repeated]:
+    """All of the requests, which are those of one HTTP request, or none. Sent again by the same API server under the same ids and
+    handles, it succeeds again."""
     limits = limits or AdmissionLimits()
     arguments: list[Argument] = [
         -1 if limits.max_num_queued_reqs is None else limits.max_num_queued_reqs,
@@ -69,9 +80,11 @@ def enqueue(model: str, requests: Sequence[EngineCoreRequest], limits: Admission
             raise ValueError(f"handle {request.handle} does not fit 53 bits")
         arguments += [request.request_id, encode(request), *flat(first_fields(request, model))]
 
-    def decode(answer: list[Any]) -> Enqueued | Refused:
+    def decode(answer: list[Any]) -> Enqueued | Refused | Repeated:
         if answer[0] == b"ok":
             return Enqueued([entry.decode() for entry in answer[1:]])
+        if answer[0] == b"repeated":
+            return Repeated(answer[1].decode(), answer[2].decode())
         reason, value, limit, request_id = answer[1:]
         return Refused(reason.decode(), int(value), int(limit), request_id.decode())
 
@@ -116,4 +129,15 @@ def first_fields(request: EngineCoreRequest, model: str) -> dict[str, Argument]:
         "prompt_tokens": len(request.prompt_token_ids) // 4,
         "max_tokens": request.sampling.max_tokens,
         "n": request.sampling.n,
+        "outline": encode(request.outline()),
+        **_optional_fields(facts, model, request.tenant),
     }
+
+
+def _optional_fields(facts: RequestFacts, model: str, tenant: str) -> dict[str, Argument]:
+    fields: dict[str, Argument] = {}
+    if facts.grace:
+        fields["grace"] = milliseconds(facts.grace)
+    if facts.idempotency_key:
+        fields |= {"idempotency": keys.idempotency(model, tenant, facts.idempotency_key), "body_hash": facts.body_hash}
+    return fields

@@ -6,6 +6,7 @@ only while they run (a record, an external id) get the prefix of such keys and a
 
 from __future__ import annotations
 
+import hashlib
 from functools import lru_cache
 
 GROUP = "engines"  # the consumer group of every requests stream
@@ -65,6 +66,12 @@ def external(model: str, external_id: str = "") -> str:
 def tombstone(model: str, request_id: str = "") -> str:
     """String with a time to live: an abort that came before its request. Without an id: the prefix."""
     return _of(model, f"tombstone:{request_id}")
+
+
+def idempotency(model: str, tenant: str, key: str) -> str:
+    """String: `<hash of the body> <request id>` of the request that a tenant sent with this Idempotency-Key."""
+    digest = hashlib.sha256(f"{tenant}\0{key}".encode()).hexdigest()[:32]
+    return _of(model, f"idempotency:{digest}")
 
 
 def usage(model: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -204,6 +205,16 @@ def release_api(incarnation: str) -> Call[None]:
 
 def _absent(heartbeat: str, marker: str, ttl: float) -> Call[bool]:
     return Call(bool, script("absent"), (heartbeat, marker), (milliseconds(ttl), milliseconds(LOOKS_APART)))
+
+
+def living_apis(incarnations: Collection[str]) -> Call[frozenset[str]]:
+    """Those of the API servers whose heartbeat stands."""
+    asked = [incarnation for incarnation in incarnations if incarnation]
+
+    def decode(answers: list[Any]) -> frozenset[str]:
+        return frozenset(incarnation for incarnation, there in zip(asked, answers, strict=True) if there)
+
+    return Call(decode, commands=tuple(("EXISTS", keys.api(incarnation)) for incarnation in asked))
 
 
 def api_absent(incarnation: str, ttl: float = API_TTL) -> Call[bool]:

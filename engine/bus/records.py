@@ -102,6 +102,8 @@ class Whereabouts(NamedTuple):
     incarnation: int = 0
     reason: str = ""
     error: str = ""
+    client: str = ""  # incarnation of the API server that listens
+    detached: str = ""  # epoch seconds since when no stream listens; "": one does
 
 
 def whereabouts(model: str, ids: Sequence[str]) -> Call[list[Whereabouts | None]]:
@@ -112,10 +114,10 @@ def whereabouts(model: str, ids: Sequence[str]) -> Call[list[Whereabouts | None]
             return Whereabouts("unreadable", error=str(values))
         if not values[0]:
             return None
-        state, engine, incarnation, reason, error = ((value or b"").decode(errors="replace") for value in values)
+        state, engine, incarnation, *others = ((value or b"").decode(errors="replace") for value in values)
         if incarnation and not incarnation.isdecimal():
             return Whereabouts("unreadable", error=f"incarnation {incarnation!r}")
-        return Whereabouts(state, engine, int(incarnation or 0), reason, error)
+        return Whereabouts(state, engine, int(incarnation or 0), *others)
 
     commands = tuple(("HMGET", keys.record(model, each), *Whereabouts._fields) for each in ids)
     return Call(lambda answers: list(map(read, answers)), commands=commands, keep_errors=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from engine.bus import keys
+from engine.bus.attachments import Attachment
 from engine.bus.call import Argument, Call, flat, milliseconds, script
 from engine.bus.control import COMMANDS_KEPT, CONTROL_TTL
 from engine.bus.records import RecordView, parse_fields, parse_record
@@ -235,14 +236,19 @@ def _last_fields(request: EndedRequest) -> dict[str, Argument]:
 
 @dataclass(frozen=True)
 class FinishOutcome:
-    """`state` before the call: "queued" (it is ended now), "running" (its engine was told and answers), "ended" or "unknown"."""
+    """`state` before the call: "queued" (it is ended now), "running" (its engine was told and answers), "ended" or "unknown"; or
+    "detached": the stream that asked does not listen to it any more, and nothing happened."""
 
     state: str
     record: RecordView | None
 
 
-def finish(model: str, request_id: str, command: Abort, error: str | None = None) -> Call[FinishOutcome]:
+def finish(
+    model: str, request_id: str, command: Abort, error: str | None = None, asker: Attachment | None = None
+) -> Call[FinishOutcome]:
     """End a request in any state. An unknown id leaves a tombstone, so that the request is refused when it comes late.
+
+    `asker`: the stream that wants the end. It counts only while that is the one that listens.
 
     With a choice (>= 0) of a request of several choices that still waits, nothing happens: what has no output needs no stop.
     """
@@ -258,6 +264,8 @@ def finish(model: str, request_id: str, command: Abort, error: str | None = None
         milliseconds(CONTROL_TTL),
         keys.client_channel(),
         keys.control_channel(model),
+        asker.client if asker is not None else "",
+        asker.handle if asker is not None else 0,
     )
 
     def decode(answer: list[Any]) -> FinishOutcome:

@@ -19,21 +19,24 @@ import msgspec
 import numpy as np
 
 from engine.bus import keys, leases, records, transitions
+from engine.bus.attachments import Attachment, attach, detach
 from engine.bus.call import BusUnavailable, UnfitRedis
 from engine.bus.connection import AsyncBus
 from engine.bus.control import control
-from engine.bus.enqueue import AdmissionLimits, Refused, enqueue
+from engine.bus.enqueue import AdmissionLimits, Enqueued, enqueue
 from engine.bus.records import RecordView
 from engine.bus.tokenizers import get_tokenizer
 from engine.bus.transitions import FinishOutcome
 from engine.client.abort import AbortResult, Replies, abort
 from engine.client.discovery import Directory, ModelHandle
+from engine.client.followers import Followers
 from engine.client.repairs import Repairs
 from engine.client.request_stream import FIRST_PAUSE, Receiver, RequestStream
 from engine.protocol import (
     Abort,
     ClientMessage,
     ControlReply,
+    Detached,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
@@ -50,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5
 HOUSEKEEPING_SECONDS = 0.5
+TAKEN_UP_ELSEWHERE = "The stream of this request goes on at another connection."
 
 
 class AsyncClient:
@@ -67,9 +71,11 @@ class AsyncClient:
         self._streams: dict[int, RequestStream] = {}
         self._replies = Replies("")
         self._repairs = Repairs(bus, "", self._streams, clock)
+        self._followers = Followers(bus, self._take_up)
         self._incarnations: dict[str, int] = {}  # engine -> the newest incarnation heard of
         self._tasks: set[asyncio.Task[Any]] = set()  # for as long as this client lives
         self._errands: set[asyncio.Task[Any]] = set()  # aborts that no coroutine awaits
+        self._graces: set[asyncio.Task[Any]] = set()  # of requests that outlive their clients
 
     # Life
 
@@ -83,14 +89,14 @@ class AsyncClient:
         await subscribed
         await self.directory.refresh()
         await self.directory.check_admission()
-        for work in (self._beat(), self._housekeep(), self._repairs.run()):
+        for work in (self._beat(), self._housekeep(), self._repairs.run(), self._followers.run()):
             self._spawn(work, self._tasks)
 
     async def close(self) -> None:
         """Stop following. Maintenance ends the requests that are still open."""
         if self._errands:
             await asyncio.wait(self._errands, timeout=2.0)
-        await _cancel(self._tasks | self._errands)
+        await _cancel(self._tasks | self._errands | self._graces)
         if self.incarnation:
             with contextlib.suppress(BusUnavailable):
                 await self._bus.run(leases.release_api(self.incarnation))
@@ -113,31 +119,83 @@ class AsyncClient:
     ) -> list[RequestStream]:
         """Enqueue a prompt list, whole or not at all; `receivers`, one a request, may get output before this returns.
 
-        Raises Refused, BusUnavailable. In any case but success the client forgets the streams and ends the requests that may have
-        reached Redis.
+        Raises Refused, Repeated, BusUnavailable. In any case but success the client forgets the streams and ends the requests that
+        may have reached Redis.
         """
-        streams = [
-            RequestStream(request, model, receiver, self._finish, self._forget)
-            for request, receiver in zip(requests, receivers, strict=True)
-        ]
-        now = self._clock()
-        for stream in streams:
-            stream.heard(now)
-            self._streams[stream.handle] = stream
+        streams = self._open_streams(model, requests, receivers)
         try:
             outcome = await self._bus.run(enqueue(model, requests, limits))
         except BaseException:
             for stream in streams:
                 self._forget(stream)
-                self._errand(self._end(model, stream.request_id, Abort(stream.request_id)))
+                self._errand(self._end(stream, Abort(stream.request_id)))
             raise
-        if isinstance(outcome, Refused):
+        if not isinstance(outcome, Enqueued):
             for stream in streams:
                 self._forget(stream)
             raise outcome
         for stream in streams:
             stream.enqueued = True
         return streams
+
+    async def attach(self, model: str, requests: list[EngineCoreRequest], receivers: Sequence[Receiver]) -> list[RequestStream]:
+        """Listen to requests that any API server has enqueued, with handles of this client, from their first token on. Streams that
+        listened to them before do not any more. The prompts need not be known, only their lengths. Raises BusUnavailable."""
+        streams = self._open_streams(model, requests, receivers)
+        for stream in streams:
+            stream.may_enqueue = False
+        try:
+            await self._listen_to(model, streams)
+        except BaseException:
+            for stream in streams:
+                self._forget(stream)
+            raise
+        return streams
+
+    def follow(self, model: str, requests: list[EngineCoreRequest], receivers: Sequence[Receiver]) -> list[RequestStream]:
+        """Get the output of such requests when they have ended, and leave the streams alone that listen to them."""
+        streams = self._new_streams(model, requests, receivers)
+        for stream in streams:
+            stream.may_enqueue = False
+            self._followers.add(stream)
+        return streams
+
+    def _new_streams(self, model: str, requests: list[EngineCoreRequest], receivers: Sequence[Receiver]) -> list[RequestStream]:
+        pairs = zip(requests, receivers, strict=True)
+        return [RequestStream(request, model, receiver, self._finish, self._forget) for request, receiver in pairs]
+
+    def _open_streams(self, model: str, requests: list[EngineCoreRequest], receivers: Sequence[Receiver]) -> list[RequestStream]:
+        """Streams that messages from engines are for."""
+        streams = self._new_streams(model, requests, receivers)
+        now = self._clock()
+        for stream in streams:
+            stream.heard(now)
+            self._streams[stream.handle] = stream
+        return streams
+
+    async def _listen_to(self, model: str, streams: Sequence[RequestStream]) -> None:
+        await self._bus.run(attach(model, self.incarnation, [(stream.request_id, stream.handle) for stream in streams]))
+        for stream in streams:
+            stream.listens = stream.enqueued = True
+        self._repairs.note_gaps([stream.handle for stream in streams])
+
+    async def _take_up(self, stream: RequestStream) -> None:
+        """A stream that followed its request listens from now on."""
+        self._streams[stream.handle] = stream
+        try:
+            await self._listen_to(stream.model, [stream])
+        except BaseException:
+            self._streams.pop(stream.handle, None)
+            self._followers.add(stream)
+            raise
+
+    def _detached(self, stream: RequestStream) -> None:
+        """Another stream listens to its request now."""
+        if stream.follows:
+            self._streams.pop(stream.handle, None)
+            self._followers.add(stream)
+        else:
+            stream.take_end(FinishReason.ERROR, TAKEN_UP_ELSEWHERE)
 
     async def abort(self, model: str, request_id: str, timeout: float = 30.0) -> AbortResult:
         """End a request, of any API server, and wait until its engine confirms that its blocks are free. Raises BusUnavailable."""
@@ -190,13 +248,33 @@ class AsyncClient:
 
     def _finish(self, stream: RequestStream, choice: int, reason: FinishReason, keep: int, stop_reason: str | None) -> None:
         """A stream ends a choice, or all. When this returns, the command is on its way; it is sent again until Redis has it."""
-        self._errand(self._end(stream.model, stream.request_id, Abort(stream.request_id, choice, reason, keep, stop_reason)))
+        if not stream.listens:
+            return
+        if reason is FinishReason.ABORT and stream.grace:
+            self._spawn(self._outlive(stream), self._graces)
+        else:
+            self._errand(self._end(stream, Abort(stream.request_id, choice, reason, keep, stop_reason)))
 
-    async def _end(self, model: str, request_id: str, command: Abort) -> FinishOutcome:
+    async def _outlive(self, stream: RequestStream) -> None:
+        """A request whose client has gone goes on for its grace time, and ends then, unless another stream listens to it."""
         delay = 0.05
         while True:
             try:
-                return await self._bus.run(transitions.finish(model, request_id, command))
+                left = await self._bus.run(detach(stream.model, stream.request_id, self.incarnation, stream.handle))
+                break
+            except BusUnavailable:
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, 2.0)
+        if left is not None:
+            await asyncio.sleep(left)
+            await self._end(stream, Abort(stream.request_id))
+
+    async def _end(self, stream: RequestStream, command: Abort) -> FinishOutcome:
+        asker = Attachment(self.incarnation, stream.handle)
+        delay = 0.05
+        while True:
+            try:
+                return await self._bus.run(transitions.finish(stream.model, stream.request_id, command, asker=asker))
             except BusUnavailable:
                 await asyncio.sleep(delay)  # Redis is away: the end must still reach it
                 delay = min(2 * delay, 2.0)
@@ -239,6 +317,10 @@ class AsyncClient:
             stream = self._streams.get(message.handle)
             if stream is not None and stream.request_id == message.request_id:
                 stream.take_end(message.reason, message.error)
+        elif isinstance(message, Detached):
+            stream = self._streams.get(message.handle)
+            if stream is not None and stream.request_id == message.request_id:
+                self._detached(stream)
         else:
             self._replies.take(message)
 
@@ -278,6 +360,8 @@ class AsyncClient:
 
     def _forget(self, stream: RequestStream) -> None:
         self._streams.pop(stream.handle, None)
+        if not stream.listens:
+            self._followers.discard(stream)
 
     def _errand(self, work: Coroutine[Any, Any, Any]) -> None:
         """Start work for one request. Its failure is logged and does not stop the process."""

@@ -140,6 +140,8 @@ class Repairs:
         now = self._clock()
         if stream.missed_since is None:
             stream.missed_since = now
+        elif now - stream.missed_since >= REBUILD_SECONDS and not stream.may_enqueue:
+            stream.take_end(FinishReason.ERROR, "The request's record is gone.")
         elif now - stream.missed_since >= REBUILD_SECONDS:
             logger.warning("Redis has forgotten request %s: it is enqueued again", stream.request_id)
             await self._bus.run(enqueue(stream.model, [stream.request], AdmissionLimits(require_engine=False, memory_share=0)))

@@ -65,6 +65,10 @@ class RequestStream:
         self.request_id = request.request_id
         self.handle = request.handle
         self.model = model
+        self.grace = request.facts.grace  # seconds that the request goes on when no stream listens any more
+        self.follows = bool(request.facts.idempotency_key)  # goes on without listening, where another stream listens instead
+        self.listens = True
+        self.may_enqueue = True  # `request` is whole: where Redis forgets it, the client enqueues it again
         self.enqueued = False  # Redis has said so: the request's record exists
         self.next_look = 0.0  # the client's clock: when it asks for output, if none comes before
         self.pause = FIRST_PAUSE  # seconds before that

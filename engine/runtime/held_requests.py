@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.protocol import (
     Abort,
+    Attach,
     EngineCoreRequest,
     FinishedOutput,
     FinishReason,
@@ -83,16 +84,17 @@ class HeldRequest:
 
 
 class HeldRequests:
-    """All requests that this engine took and has not ended, by id; and aborts that overtook theirs.
+    """All requests that this engine took and has not ended, by id; and commands that overtook theirs.
 
-    An abort can be read before the request it names, because the two travel on different keys: it is remembered and wins.
+    A command can be read before the request it names, because the two travel on different keys: it is remembered and obeyed then.
     """
 
-    MOST_EARLY_ABORTS = 4096
+    MOST_EARLY = 4096
 
     def __init__(self) -> None:
         self._held: dict[str, HeldRequest] = {}
         self._early_aborts: OrderedDict[str, dict[int, Abort]] = OrderedDict()  # by request id and choice
+        self._early_attaches: OrderedDict[str, Attach] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -114,8 +116,17 @@ class HeldRequests:
 
     def remember_abort(self, command: Abort) -> None:
         self._early_aborts.setdefault(command.request_id, {})[command.choice] = command
-        if len(self._early_aborts) > self.MOST_EARLY_ABORTS:
+        if len(self._early_aborts) > self.MOST_EARLY:
             self._early_aborts.popitem(last=False)
+
+    def remember_attach(self, command: Attach) -> None:
+        self._early_attaches[command.request_id] = command
+        if len(self._early_attaches) > self.MOST_EARLY:
+            self._early_attaches.popitem(last=False)
+
+    def take_early_attach(self, request_id: str) -> Attach | None:
+        """The last one that came before its request."""
+        return self._early_attaches.pop(request_id, None)
 
     def close_choice(self, request: Request) -> HeldRequest | None:
         """Note the end of a choice; returns the held request when it was the last one, which is then no longer held."""

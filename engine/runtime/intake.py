@@ -110,6 +110,10 @@ class Intake:
         """There may be something to take, or room for it."""
         self._bell.set()
 
+    def attach(self, source: EngineCoreRequest) -> None:
+        """A request that was taken is attached to the API server that `source` names now."""
+        self._owned.attach(source.request_id, source)
+
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()

@@ -11,9 +11,11 @@ import math
 import queue
 import time
 
+import msgspec
+
 from engine.bus import transitions
 from engine.bus.call import BusUnavailable, Fenced
-from engine.protocol import Abort, ControlCommand, ControlReply, FinishReason, Replay, Utility
+from engine.protocol import Abort, Attach, ControlCommand, ControlReply, FinishReason, Replay, Utility
 from engine.runtime.core import EngineCore
 from engine.runtime.folding import FoldedChoice, FoldedOutput
 from engine.runtime.heartbeat import Heartbeat
@@ -145,6 +147,8 @@ class EngineLoop:
         except Exception as error:
             logger.exception("request %s cannot be admitted", source.request_id)
             self._end(held, f"The engine cannot admit the request: {type(error).__name__}: {error}", events)
+        if (attach := self.held.take_early_attach(source.request_id)) is not None:
+            self._attach(attach)
 
     def _obey_orders(self, request: Request, orders: tuple[Abort, ...]) -> None:
         """The first order that names the choice ends it before a token is computed. A stop string that was found behind tokens that
@@ -170,15 +174,28 @@ class EngineLoop:
         try:
             if isinstance(command, Abort):
                 self._abort(command, events)
+            elif isinstance(command, Attach):
+                self._attach(command)
             elif isinstance(command, Replay):
                 events.replays.append((command.client, replay(command, self.held, self._tokens_of)))
             else:
                 self._run_utility(command, events)
         except Exception as error:
             logger.exception("a command failed: %s", command)
-            if not isinstance(command, Replay) and command.reply_to:
+            if isinstance(command, Abort | Utility) and command.reply_to:
                 reply = ControlReply(command.token, ok=False, error=f"{type(error).__name__}: {error}")
                 events.replies.append((command.reply_to, reply))
+
+    def _attach(self, command: Attach) -> None:
+        held = self.held.get(command.request_id)
+        if held is None:
+            self.held.remember_attach(command)
+            return
+        held.source = msgspec.structs.replace(held.source, client=command.client, handle=command.handle)
+        self.intake.attach(held.source)
+        client = self._index_of(command.client)
+        for request in held.choices:
+            self.core.scheduler.readdress(request, client, command.handle)
 
     def _abort(self, command: Abort, events: StepEvents) -> None:
         held = self.held.get(command.request_id)

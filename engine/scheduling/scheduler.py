@@ -399,6 +399,12 @@ class Scheduler:
             return request.output_token_ids[offset:]
         return np.frombuffer(self.rows.token_bytes(request.row, request.num_prompt_tokens + offset), dtype=np.int32)
 
+    def readdress(self, request: Request, client: int, handle: int) -> None:
+        """Outputs of a request in any state go to another API server from now on."""
+        request.client, request.handle = client, handle
+        if request.row >= 0:
+            self.rows.clients[request.row], self.rows.handles[request.row] = client, handle
+
     def num_output_tokens(self, request: Request) -> int:
         """Of a request in any state, so far."""
         if request.row < 0 or request.status.finished:

@@ -3,7 +3,7 @@
 -- KEYS ledger, then served
 -- ARGV most choices (-1: any), most waiting prompt tokens (-1: any), require an engine, or one that lived lately (0, 1), share of maxmemory, wake channel,
 --      number of requests; of each: id, payload, number of field names and values, these
--- Answer: ok and the entries, or refused, reason, measured value, limit, request id.
+-- Answer: ok and the entries; or refused, reason, measured value, limit, request id; or repeated, request id, hash of its body.
 --
 -- Sent twice: requests that stand there with the same API server and handle are answered with their entries.
 
@@ -44,6 +44,21 @@ local function known_already(requests)
   return entries
 end
 
+-- The first request of an earlier HTTP request with the same Idempotency-Key. One that ended badly, or whose output has given way,
+-- is computed again.
+local function repeats(request)
+  local value = request.idempotency and redis.call('GET', request.idempotency)
+  if not value then return nil end
+  local body_hash, id = string.match(value, '^(%S+) (%S+)$')
+  local record = redis.call('HMGET', RECORD .. id, 'state', 'reason', 'output_dropped')
+  local is_bad = record[2] == 'abort' or record[2] == 'error' or record[3]
+  if not record[1] or (record[1] == 'ended' and is_bad) then
+    redis.call('DEL', request.idempotency)
+    return nil
+  end
+  return {'repeated', id, body_hash}
+end
+
 local function check_limits(requests)
   if require_engine == '1' and redis.call('EXISTS', SERVED) == 0 then return refused('no_engine', 0, 0, '') end
   local used, limit = memory_beyond(memory_share)
@@ -70,7 +85,7 @@ local function add(request)
 end
 
 local requests = parse_requests()
-local answer = known_already(requests) or check_limits(requests)
+local answer = known_already(requests) or repeats(requests[1]) or check_limits(requests)
 if answer then return answer end
 answer = {'ok'}
 for _, request in ipairs(requests) do answer[#answer + 1] = add(request) end

@@ -12,6 +12,11 @@ local function trim_external(index)
   end
 end
 
+-- The first request of a list stands for all under their Idempotency-Key.
+local function note_idempotency(id, key, body_hash)
+  if key then redis.call('SET', key, body_hash .. ' ' .. id, 'NX') end
+end
+
 -- The entry of a new request, with its record, on no list of what waits or runs yet. `fields`: of the record, flat.
 local function add_entry(id, payload, fields)
   if redis.call('EXISTS', REQUESTS) == 0 then
@@ -20,6 +25,7 @@ local function add_entry(id, payload, fields)
   local entry = redis.call('XADD', REQUESTS, '*', 'id', id, 'payload', payload)
   redis.call('HSET', RECORD .. id, 'entry', entry, 'enqueued', NOW, unpack(fields))
   redis.call('ZADD', LIVE, NOW, id)
+  note_idempotency(id, field_of(fields, 'idempotency'), field_of(fields, 'body_hash'))
   local external_id = field_of(fields, 'external_id')
   local index = EXTERNAL .. external_id
   redis.call('ZADD', index, NOW, id)

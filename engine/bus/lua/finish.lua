@@ -2,9 +2,11 @@
 --
 -- KEYS ledger, then prefix of control streams
 -- ARGV id, reason's number, reason's name, error, choice (-1: all), command, tombstone's time to live in ms, commands kept,
---      control's time to live in ms, prefix of client channels, prefix of control channels
+--      control's time to live in ms, prefix of client channels, prefix of control channels,
+--      API server and handle of the stream that asks ('': not a stream)
 -- Answer: the state before, and the record without its output, flat.
 --
+-- A stream that does not listen to the request any more changes nothing: the answer is "detached".
 -- queued: ended here, its API server is told. running: the command goes to the owner, which answers. ended: nothing. unknown: a
 -- tombstone, which `enqueue` meets. Sent twice: the second finds "ended", or puts a second command that finds nothing to do.
 -- An engine may die before it obeys: the record keeps the command, for the engine that goes on. So it does for an orphan, whose
@@ -12,7 +14,8 @@
 
 local CONTROL = KEYS[OWN_KEYS + 1]
 local STOP = '0' -- protocol.FinishReason
-local id, reason, reason_name, error, choice, command, tombstone_ttl, kept, control_ttl, client_channel, control_channel = unpack(ARGV)
+local id, reason, reason_name, error, choice, command, tombstone_ttl, kept, control_ttl, client_channel, control_channel,
+  client, handle = unpack(ARGV)
 local key = RECORD .. id
 
 local function record_without_output()
@@ -26,13 +29,15 @@ local function record_without_output()
   return answer
 end
 
-local record = redis.call('HMGET', key, 'state', 'n', 'engine', 'incarnation', 'journals')
+local record = redis.call('HMGET', key, 'state', 'n', 'engine', 'incarnation', 'journals', 'client', 'handle')
 local state, is_orphan = record[1], record[1] == 'queued' and record[5]
 
 if not state then
   redis.call('SET', TOMBSTONE .. id, '', 'PX', tombstone_ttl)
   return {'unknown', {}}
 end
+
+if client ~= '' and (record[6] ~= client or record[7] ~= handle) then return {'detached', record_without_output()} end
 
 if state == 'running' or is_orphan then redis.call('HSETNX', key, 'finish:' .. choice, command) end
 if state == 'queued' and (choice == '-1' or record[2] == '1') and not (is_orphan and reason == STOP) then

@@ -150,7 +150,7 @@ end
 local function end_request(id, facts)
   local key = RECORD .. id
   local record = redis.call('HMGET', key, 'state', 'entry', 'n', 'prompt_tokens', 'tenant', 'external_id', 'client', 'retention',
-    'fingerprint')
+    'fingerprint', 'idempotency')
   local state, entry, tenant = record[1], record[2], record[5]
   if not state or state == 'ended' then return false end
   if state == 'queued' then leave_queue(id, entry, tenant, tonumber(record[3]), tonumber(record[4]), record[9]) end
@@ -162,6 +162,7 @@ local function end_request(id, facts)
   redis.call('HSET', key, 'state', 'ended', 'finished', NOW, unpack(facts))
   redis.call('ZADD', ENDED, NOW, id)
   redis.call('PEXPIRE', key, record[8] or OLD_RETENTION)
+  if record[10] then redis.call('PEXPIRE', record[10], record[8] or OLD_RETENTION) end
   expire_external(record[6], record[8] or OLD_RETENTION)
   add_usage(id)
   return true

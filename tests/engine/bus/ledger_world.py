@@ -108,15 +108,16 @@ class World:
         engine.running += ids
         return ids
 
-    def flush_call(self, engine: Engine, ended: Iterable[str] = (), **parts: Any) -> Call[Flushed]:
+    def flush_call(
+        self, engine: Engine, ended: Iterable[str] = (), reason: FinishReason = FinishReason.STOP, **parts: Any
+    ) -> Call[Flushed]:
         number = next(engine.flushes)
-        return transitions.flush(
-            self.model, engine.slot, engine.incarnation, number - 1, number, ended=[ended_request(name) for name in ended], **parts
-        )
+        ends = [ended_request(name, reason) for name in ended]
+        return transitions.flush(self.model, engine.slot, engine.incarnation, number - 1, number, ended=ends, **parts)
 
-    def end(self, engine: Engine, *ids: str) -> Flushed:
+    def end(self, engine: Engine, *ids: str, reason: FinishReason = FinishReason.STOP) -> Flushed:
         engine.running = [name for name in engine.running if name not in ids]
-        return self.bus.run(self.flush_call(engine, ids, started=[(name, {"scheduled": "5.5"}) for name in ids]))
+        return self.bus.run(self.flush_call(engine, ids, reason, started=[(name, {"scheduled": "5.5"}) for name in ids]))
 
     def finish(self, request_id: str, **command: Any) -> FinishOutcome:
         return self.bus.run(transitions.finish(self.model, request_id, Abort(request_id, **command)))
@@ -165,7 +166,7 @@ class World:
         """All records, as text, their outputs left out."""
         found = {}
         for key in self.raw.scan_iter(_escaped(keys.record(self.model)) + "*", count=1000):
-            fields = {name.decode(): value for name, value in self.raw.hgetall(key).items() if name != b"output"}
+            fields = {name.decode(): value for name, value in self.raw.hgetall(key).items() if name not in (b"output", b"outline")}
             record = {name: value.decode() for name, value in fields.items()}
             record["ttl"] = str(self.raw.pttl(key))
             found[record["id"]] = record

@@ -29,7 +29,10 @@ class Damage:
     """How a faulty API server writes a request, and what the engine says of it."""
 
     def __init__(self, name: str, said: str, write: Callable[[EngineCoreRequest], bytes]) -> None:
-        self.name, self.said, self.write = name, said, write
+        self.name, self.said, self._write = name, said, write
+
+    def write(self, value: object) -> bytes:
+        return self._write(value) if isinstance(value, EngineCoreRequest) else encode(value)
 
     def __repr__(self) -> str:
         return self.name

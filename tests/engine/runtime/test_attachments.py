@@ -1,0 +1,118 @@
+"""Streams taken up by another client: over a real Redis, with a real engine loop and the null model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from msgspec.structs import replace
+
+from engine.bus import records
+from engine.bus.connection import AsyncBus
+from engine.client.client import TAKEN_UP_ELSEWHERE, AsyncClient
+from engine.protocol import Attach, EngineCoreRequest, FinishReason, RequestFacts
+from tests.engine.conftest import MODEL, RunningEngine
+from tests.engine.following import Follower
+from tests.engine.runtime.null_requests import NO_LIMITS, expected, make_request, settled
+from tests.waiting import wait_for_async
+
+
+@pytest.fixture
+async def other(redis_url: str) -> AsyncIterator[AsyncClient]:
+    """A second API server's client."""
+    async with AsyncBus(redis_url) as bus:
+        client = AsyncClient(bus)
+        await client.start()
+        yield client
+        await client.close()
+
+
+async def add(client: AsyncClient, request: EngineCoreRequest, **facts: object) -> Follower:
+    follower = Follower()
+    facts_of = RequestFacts(**facts)  # type: ignore[arg-type]
+    (follower.stream,) = await client.add(MODEL, [replace(request, facts=facts_of)], [follower], NO_LIMITS)
+    return follower
+
+
+async def attach(client: AsyncClient, request: EngineCoreRequest) -> Follower:
+    follower = Follower()
+    own = replace(request, client=client.incarnation, handle=client.next_handle())
+    (follower.stream,) = await client.attach(MODEL, [own], [follower])
+    return follower
+
+
+async def test_a_stream_taken_up_in_mid_stream_comes_whole(
+    slow_engine: RunningEngine, client: AsyncClient, other: AsyncClient
+) -> None:
+    request = make_request(client, max_tokens=60, n=2, logprobs=1, prompt_logprobs=1)
+    first = await add(client, request)
+    await first.has_tokens(10)
+    second = await attach(other, request)
+    async with asyncio.timeout(30):
+        tokens, ends = await second.whole(2)
+        _, lost = await first.whole(2)
+    assert tokens == [expected(request, choice) for choice in range(2)]
+    assert len(second.logprobs) == 120 and second.prompt_logprobs
+    assert [end.error for end in lost] == [TAKEN_UP_ELSEWHERE] * 2
+    assert {end.reason for end in ends} == {FinishReason.LENGTH}
+    await settled(slow_engine)
+
+
+async def test_a_command_to_attach_may_overtake_its_request(engine: RunningEngine, client: AsyncClient, other: AsyncClient) -> None:
+    request = make_request(client, max_tokens=30)
+    handle = other.next_handle()
+    engine.loop.inbox.put(Attach(request.request_id, other.incarnation, handle))
+    first = await add(client, request)
+    async with asyncio.timeout(30):
+        await first.whole()  # by its probe: the engine publishes to the other one
+    await settled(engine)
+
+
+async def test_an_ended_request_is_read_from_its_record(engine: RunningEngine, client: AsyncClient, other: AsyncClient) -> None:
+    request = make_request(client, max_tokens=30)
+    first = await add(client, request)
+    async with asyncio.timeout(30):
+        await first.whole()
+        tokens, _ = await (await attach(other, request)).whole()
+    assert tokens == [expected(request)]
+
+
+async def test_a_request_outlives_its_stream_for_its_grace_time(slow_engine: RunningEngine, client: AsyncClient) -> None:
+    patient, short = make_request(client, max_tokens=40), make_request(client, max_tokens=450)
+    streams = [await add(client, patient, grace=30.0), await add(client, short, grace=0.3)]
+    for stream in streams:
+        await stream.has_tokens()
+        stream.abort()
+
+    async def ended() -> bool:
+        found = [await client.record(MODEL, request.request_id) for request in (patient, short)]
+        return all(record is not None and record.state == "ended" for record in found)
+
+    await wait_for_async(ended, "the ends of both")
+    reasons = [(await client.record(MODEL, each.request_id)).reason for each in (patient, short)]  # type: ignore[union-attr]
+    assert reasons == ["length", "abort"]
+
+
+async def test_followers_get_the_stored_answer_and_one_takes_up_what_nobody_listens_to(
+    slow_engine: RunningEngine, client: AsyncClient, other: AsyncClient
+) -> None:
+    request = replace(make_request(client, max_tokens=80), facts=RequestFacts(grace=30.0, idempotency_key="k", body_hash="b"))
+    first = Follower()
+    (first.stream,) = await client.add(MODEL, [request], [first], NO_LIMITS)
+    followers = [Follower() for _ in range(3)]
+    for follower in followers:
+        own = replace(request, client=other.incarnation, handle=other.next_handle())
+        (follower.stream,) = other.follow(MODEL, [own], [follower])
+    await first.has_tokens()
+    first.abort()
+
+    async def taken_up() -> bool:
+        record = await client.record(MODEL, request.request_id)
+        return record is not None and record.client == other.incarnation
+
+    await wait_for_async(taken_up, "a follower that listens")
+    async with asyncio.timeout(30):
+        for follower in followers:
+            assert (await follower.whole())[0] == [expected(request)]
+    assert await other._bus.run(records.stored_output(MODEL, request.request_id)) is not None
