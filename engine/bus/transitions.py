@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from engine.bus import keys
 from engine.bus.attachments import Attachment
@@ -202,17 +202,18 @@ class OutputPart:
 
     request_id: str
     output: bytes  # EngineCoreOutputs of this request alone
-    goes_well: bool = False  # it made so much output since it was taken that it is not why engines die
+    remark: Literal["", "adopt", "well"] = ""  # adopt: it was taken over, and this is all its earlier output; well: it made so much
+    # output since it was taken that it is not why engines die
 
 
 def checkpoint(model: str, slot: str, incarnation: int, parts: Sequence[OutputPart], flushed: int = 0) -> Call[int]:
     """Store outputs apart from the journal, which is cut up to flush number `flushed`. Returns how many of the requests run here.
 
-    The first part of a request that was taken over must hold all its earlier output. Raises Fenced, Unowned.
+    Raises Fenced, Unowned.
     """
     arguments: list[Argument] = [incarnation, slot, flushed, len(parts)]
     for part in parts:
-        arguments += [part.request_id, int(part.goes_well), part.output]
+        arguments += [part.request_id, part.remark, part.output]
     return Call(
         int,
         script("checkpoint", "ledger"),

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from engine.bus.transitions import OutputPart
 from engine.protocol import EngineCoreOutputs, encode
 from engine.runtime.folding import by_attachment
-from engine.runtime.owned_requests import GOES_WELL_TOKENS, OwnedRequest, OwnedRequests
+from engine.runtime.owned_requests import OwnedRequest, OwnedRequests
 from engine.scheduling.request import TOKEN_BYTES
 
-CHECKPOINT_BYTES = 1 << 20  # of a journal, after which its outputs are stored apart
+CHECKPOINT_BYTES = 4 << 20  # of a journal, after which its outputs are stored apart
 CHECKPOINT_FLUSHES = 2048
 
 
@@ -41,7 +41,7 @@ class OpenJournal:
                 _append(by_id.setdefault(request.source.request_id, (request, blank))[1], rows)
         self._messages, self._size, self._num_flushes = [], 0, 0
         return [
-            OutputPart(request_id, encode(message), request.num_tokens >= GOES_WELL_TOKENS)
+            OutputPart(request_id, encode(message), "well" if request.clears_itself() else "")
             for request_id, (request, message) in by_id.items()
         ]
 

@@ -232,7 +232,7 @@ class Intake:
             journal = self._journal(name)
             messages += [(each[0], journal[each]) for each in orphan.attachments if each in journal]
         folded = fold(source, messages, orphan.attachments, orphan.cached_tokens, orphan.times)
-        part = OutputPart(source.request_id, encode(folded.as_message(source.handle)))
+        part = OutputPart(source.request_id, encode(folded.as_message(source.handle)), "adopt")
         self._insist(transitions.checkpoint(owner.model, owner.slot, owner.incarnation, [part]))
         return folded
 

@@ -25,7 +25,14 @@ class OwnedRequest:
 
     @property
     def is_suspect(self) -> bool:
-        return self.attempts >= SUSPECT and self.num_tokens < GOES_WELL_TOKENS
+        return self.attempts >= SUSPECT
+
+    def clears_itself(self) -> bool:
+        """It goes on so well that the deaths before do not count any more; True once."""
+        cleared = self.attempts > 0 and self.num_tokens >= GOES_WELL_TOKENS
+        if cleared:
+            self.attempts = 0
+        return cleared
 
 
 class OwnedRequests:
