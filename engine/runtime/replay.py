@@ -78,7 +78,7 @@ class _Draft:
 
     def _add_prompt_logprobs(self, lack: Lack, entries: list[OutputPromptLogprobs]) -> bool:
         for entry in entries:
-            if entry.position + len(entry.ranks) // 4 > lack.prompt_position:
+            if entry.end > lack.prompt_position:
                 if self.full:
                     return False
                 self._size += ENTRY_BYTES + len(entry.token_ids) + len(entry.logprobs) + len(entry.ranks)
