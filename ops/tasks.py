@@ -70,12 +70,13 @@ def take_over_dead_engines(bus: Bus) -> int:
 @app.task
 @_unless_redis_is_away
 def expire_records(bus: Bus) -> int:
-    """Remove expired records from the indexes. Returns how many."""
+    """Remove expired records from the indexes, and journals that nobody needs. Returns how many records."""
     forgotten = 0
     today = datetime.fromtimestamp(bus.run(redis_time()), UTC).date()
     for model in bus.run(leases.models()):
         forgotten += bus.run(maintenance.forget_records(model))
         bus.run(usage.forget_days(model, today))
+        bus.run(maintenance.forget_journals(model))
     bus.run(maintenance.forget_api_servers(FORGET_API_SERVER_SECONDS))
     return forgotten
 

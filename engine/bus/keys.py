@@ -203,6 +203,11 @@ def shares(model: str) -> str:
     return _of(model, "shares")
 
 
+def journals(model: str) -> str:
+    """Set: the names of all journals that may exist; maintenance removes those of dead engines that no record needs."""
+    return _of(model, "journals")
+
+
 def journal(model: str, name: str) -> str:
     """Stream of one engine incarnation, `<slot>:<incarnation>`, with ids `<flush number>-0`: a field an API server, the bytes
     published to it."""

@@ -68,6 +68,7 @@ def claim_slot(
             keys.slot(model),
             keys.slot_claim(model),
             keys.progress(model),
+            keys.journals(model),
         ),
         (secrets.token_hex(8), milliseconds(ttl), wanted),
     )
@@ -109,7 +110,7 @@ def reclaim_slot(model: str, slot: str, incarnation: int, ttl: float = SLOT_TTL)
     reclaim: Call[None] = Call(
         lambda answer: None,
         script("reclaim"),
-        (keys.owner(model, slot), keys.slot(model, slot), keys.slots(model), keys.incarnation(model)),
+        (keys.owner(model, slot), keys.slot(model, slot), keys.slots(model), keys.incarnation(model), keys.journals(model)),
         (incarnation, slot, milliseconds(ttl)),
     )
     return Call(lambda answers: reclaim, commands=(("SADD", keys.models(), model),))

@@ -63,6 +63,52 @@ def forget_records(model: str) -> Call[int]:
     return page(0)
 
 
+def forget_journals(model: str) -> Call[int]:
+    """Remove the journals of engines that own no slot any more and that no live record names. Returns how many.
+
+    A dead engine's journal comes into no further record, so that records may be read page by page.
+    """
+
+    def forget(names: list[str]) -> Call[int]:
+        if not names:
+            return Call(lambda _: 0)
+        commands = (("DEL", *(keys.journal(model, name) for name in names)), ("SREM", keys.journals(model), *names))
+        return Call(lambda _: len(names), commands=commands)
+
+    def look(answers: list[Any]) -> int | Call[int]:
+        names = sorted(name.decode() for name in answers[0])
+
+        def judge(owners: list[Any]) -> int | Call[int]:
+            owned = [owner.decode() if owner else "" for owner in owners]
+            dead = [name for name, owner in zip(names, owned, strict=True) if name.partition(":")[2] != owner]
+            if not dead:
+                return 0
+            return _named_journals(model).then(lambda named: forget(sorted({*dead} - named)))
+
+        if not names:
+            return 0
+        return Call(judge, commands=tuple(("GET", keys.owner(model, name.partition(":")[0])) for name in names))
+
+    return Call(look, commands=(("SMEMBERS", keys.journals(model)),))
+
+
+def _named_journals(model: str, start: int = 0, found: frozenset[str] = frozenset()) -> Call[frozenset[str]]:
+    """The journals that live records name, behind the first `start` records."""
+
+    def page(answers: list[Any]) -> frozenset[str] | Call[frozenset[str]]:
+        ids = [name.decode() for name in answers[0]]
+        if not ids:
+            return found
+
+        def gather(values: list[Any]) -> Call[frozenset[str]]:
+            named = {name for value in values if value for name in value.decode().split()}
+            return _named_journals(model, start + PAGE, found | named)
+
+        return Call(gather, commands=tuple(("HGET", keys.record(model, name), "journals") for name in ids))
+
+    return Call(page, commands=(("ZRANGE", keys.live(model), start, start + PAGE - 1),))
+
+
 def forget_api_servers(silence: float) -> Call[int]:
     """Remove API servers without a heartbeat, last heard of more than `silence` seconds ago, from the index. Returns how many."""
 

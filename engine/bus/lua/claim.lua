@@ -1,6 +1,6 @@
 -- claim: the wanted slot or the lowest free one, under a new incarnation.
 --
--- KEYS slots, last incarnation, prefix of owners, prefix of slots, prefix of claims, prefix of the slots' progress
+-- KEYS slots, last incarnation, prefix of owners, prefix of slots, prefix of claims, prefix of the slots' progress, journals
 -- ARGV nonce, time to live in ms, wanted slot
 -- Answer: slot, incarnation.
 --
@@ -8,7 +8,7 @@
 -- An incarnation is Redis' clock in microseconds, and higher than all before it even where that clock was set back.
 -- Sent twice: the slot whose claim bears the same nonce is answered again.
 
-local SLOTS, LAST, OWNER, SLOT, CLAIM, PROGRESS = unpack(KEYS)
+local SLOTS, LAST, OWNER, SLOT, CLAIM, PROGRESS, JOURNALS = unpack(KEYS)
 local nonce, ttl, wanted = unpack(ARGV)
 local CLAIM_TTL = 600000 -- ms
 
@@ -35,4 +35,5 @@ redis.call('SET', SLOT .. number, incarnation, 'PX', ttl)
 redis.call('SET', CLAIM .. number, nonce, 'PX', CLAIM_TTL)
 redis.call('DEL', PROGRESS .. number)
 redis.call('SADD', SLOTS, number)
+redis.call('SADD', JOURNALS, number .. ':' .. incarnation)
 return {tostring(number), incarnation}

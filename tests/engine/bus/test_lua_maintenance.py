@@ -9,11 +9,11 @@ from datetime import date
 
 import pytest
 
-from engine.bus import keys, leases, maintenance, records, usage
+from engine.bus import keys, leases, maintenance, records, transitions, usage
 from engine.bus.connection import Bus
 from engine.bus.queue_depth import queue_depth
 from engine.bus.usage import ROLL_BATCH, UsageTotals
-from tests.engine.bus.ledger_world import World
+from tests.engine.bus.ledger_world import CLIENT, World
 from tests.engine.bus.lossy_proxy import LossyProxy
 from tests.redis_server import RedisServer
 from tests.waiting import wait_for
@@ -187,3 +187,34 @@ def test_days_whose_sums_ran_out_leave_the_index(world: World) -> None:
     assert len(world.bus.run(usage.usage_days(world.model))) == 2
     world.bus.run(usage.forget_days(world.model, date(2025, 11, 9)))
     assert world.bus.run(usage.usage_days(world.model)) == [date(2025, 7, 31)]
+
+
+def test_a_dead_engines_journal_goes_once_no_live_record_names_it(world: World) -> None:
+    first = world.engine()
+    world.enqueue(world.request("a"), world.request("b"))
+    world.take(first, 2)
+    world.bus.run(world.flush_call(first, ["b"], messages=[(CLIENT, b"tokens")]))
+    journal = keys.journal(world.model, f"{first.slot}:{first.incarnation}")
+    world.crash(first)
+    assert world.bus.run(maintenance.forget_journals(world.model)) == 0, "its heartbeat may come back"
+    world.take_over(first)
+    second = world.engine()
+    assert world.take(second) == ["a"]
+    assert world.bus.run(maintenance.forget_journals(world.model)) == 0, "the output of `a` is in it"
+    part = transitions.OutputPart("a", b"all so far")
+    world.bus.run(transitions.checkpoint(world.model, second.slot, second.incarnation, [part]))
+    assert world.raw.exists(journal)
+    assert world.bus.run(maintenance.forget_journals(world.model)) == 1
+    assert not world.raw.exists(journal)
+    world.bus.run(world.flush_call(second, ["a"], messages=[(CLIENT, b"tokens")]))
+    assert world.raw.exists(keys.journal(world.model, f"{second.slot}:{second.incarnation}")), "its engine lives"
+    assert world.bus.run(maintenance.forget_journals(world.model)) == 0
+
+
+def test_journals_of_engines_that_gave_their_slot_back_or_claimed_it_again_are_known(world: World) -> None:
+    engine = world.engine()
+    world.raw.flushall()
+    world.bus.run(leases.reclaim_slot(world.model, engine.slot, engine.incarnation))
+    assert world.bus.run(maintenance.forget_journals(world.model)) == 0
+    world.bus.run(leases.release_slot(world.model, engine.slot, engine.incarnation))
+    assert world.bus.run(maintenance.forget_journals(world.model)) == 1
