@@ -31,6 +31,7 @@ KEPT = (
     "taken:",
     "shares",
     "progress:",
+    "journals",
     "incarnation",
     "tokenizer:",
     "served",
