@@ -27,6 +27,11 @@ class SchedulerConfig:
         choices=("fcfs", "priority"),
     )
     async_scheduling: bool = option(True, "plan a step while its predecessor runs; needs worker processes")
+    watchdog_timeout: float = option(
+        20.0,
+        "seconds after which an engine ends, and is replaced, whose step takes ten times its forecast, or whose loop plans nothing "
+        "or stands still; its first 16 steps may take 300, for their kernels may be compiled; 0: it is not ended",
+    )
     enable_chunked_prefill: bool = option(True, "accepted for vLLM's sake; prompts are always computed in chunks")
     shrink_chunks: bool = option(False, "if blocks are short for a whole chunk of a prompt, compute the part that fits")
     watermark: float = option(0.0, "share of the KV blocks that admission keeps free, from 0 to 1")

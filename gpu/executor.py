@@ -107,6 +107,14 @@ class Executor(ABC):
     def shutdown(self) -> None:
         """Ends the workers; may be called again, and at any time. Bounded: a worker that does not listen is killed."""
 
+    def stopped_ranks(self) -> list[str]:
+        """Workers that live and do not run, because something stopped them (SIGSTOP), each as the start of a sentence."""
+        return []
+
+    def dump_stacks(self) -> bool:
+        """Has workers in processes of their own write the stacks of their threads to stderr, soon; False: there are none."""
+        return False
+
     def check_health(self) -> None:
         """Raises WorkerError when the workers failed or were shut down."""
         if self._failure is not None:
@@ -277,6 +285,14 @@ class MultiprocExecutor(Executor):
             with self._sending, self._receiving:
                 for rank in self._ranks:
                     rank.commands.close()
+
+    def stopped_ranks(self) -> list[str]:
+        return [f"rank {rank.index} (process {rank.process.pid})" for rank in self._ranks if rank.is_stopped]
+
+    def dump_stacks(self) -> bool:
+        for rank in self._ranks:
+            rank.dump_stacks()
+        return bool(self._ranks)
 
     def _check_started(self) -> None:
         self.check_health()

@@ -8,6 +8,7 @@ scheduler shows.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -37,6 +38,7 @@ class NullSettings:
     fail_while: str = ""  # "load" or "execute": raise there
     fail_rank: int = 0
     fail_step: int = 0  # the first step that raises
+    hang_step: int = 0  # the first step that never returns; 0: none
     fail_seed: int = -1  # a request with this seed (>= 0) fails alone, by `failed_rows`, at its first output token
 
     @classmethod
@@ -113,6 +115,8 @@ class NullRunner:
         started = time.perf_counter()
         if self._fails_while("execute") and plan.step >= self.settings.fail_step:
             raise RuntimeError(f"failure in step {plan.step}, as {ENVIRONMENT_VARIABLE} orders")
+        if 0 < self.settings.hang_step <= plan.step:
+            threading.Event().wait()
         if self.settings.step_seconds and plan.total_num_scheduled_tokens:
             time.sleep(self.settings.step_seconds)
         self._apply(plan)

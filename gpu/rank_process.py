@@ -57,6 +57,21 @@ class RankProcess:
             return False
         return True
 
+    @property
+    def is_stopped(self) -> bool:
+        """A signal stopped it, as SIGSTOP does; a debugger that traces it is no such thing. Linux alone tells."""
+        try:
+            status = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] == "T"
+
+    def dump_stacks(self) -> None:
+        """The worker writes the stacks of its threads to stderr, even while it is busy; one that is stopped goes on to do it."""
+        with suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1)
+            self.process.send_signal(signal.SIGCONT)
+
     def hang_up(self, how: int = socket.SHUT_WR) -> None:
         """SHUT_WR orders the worker to stop; SHUT_RDWR also wakes a caller that waits for its answer."""
         with suppress(OSError), socket.socket(fileno=os.dup(self.commands.fileno())) as same_socket:

@@ -29,6 +29,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # by the engine's watchdog, or by hand
     gc.set_threshold(COLLECT_AFTER, 20, 20)
     for descriptor in (options.commands, options.reports):
         os.set_inheritable(descriptor, False)  # a child that kept them would hide this process's end

@@ -228,6 +228,11 @@ def slot_of_consumer(consumer: str) -> str:
     return consumer.removeprefix("engine-")
 
 
+def alarms(model: str) -> str:
+    """Hash: kind of a watchdog's alarm -> engines that ended so."""
+    return _of(model, "alarms")
+
+
 def tokenizer(model: str, content_hash: str) -> str:
     """String: TokenizerBundle."""
     return _of(model, f"tokenizer:{content_hash}")

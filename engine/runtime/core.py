@@ -44,6 +44,8 @@ class EngineCore:
         self.clock = clock
         self.step_started: float | None = None  # monotonic; None while idle
         self.last_step_seconds = 0.0
+        self.num_submitted = self.num_returned = 0  # steps
+        self.step_forecast = 0.0  # seconds of the step that was submitted last; 0: nothing is known yet
         self.executor = executor or make_executor(config)
         max_num_seqs = self.executor.config.max_num_seqs
         try:
@@ -116,6 +118,8 @@ class EngineCore:
                     break  # what is out must come back first
                 self.step_started = None
                 return self.scheduler.update_from_output(plan, None, self.clock())
+            self.num_submitted += 1
+            self.step_forecast = max(self.last_step_seconds, self.scheduler.step_forecast)
             self.executor.submit(plan)
             self._out.append(plan)
         return self._take_in_oldest() if self._out else None
@@ -123,6 +127,7 @@ class EngineCore:
     def _take_in_oldest(self) -> StepOutputs:
         output = self.executor.collect()
         outputs = self.scheduler.update_from_output(self._out.popleft(), output, self.clock())
+        self.num_returned += 1
         now = time.monotonic()
         self.last_step_seconds = now - (self.step_started or now)
         self.step_started = now if self._out else None

@@ -1,18 +1,16 @@
 """The engine's heartbeat: it stands for a loop that makes progress, not for a process that exists.
 
-Every half second the thread renews the slot's time to live, with the live snapshot. It stays silent while a step has run for more
-than ten times the last step's time and more than 20 seconds. API servers or maintenance then declare the engine dead. Redis answers
-a heartbeat with its time, by which the engine sets its clock.
+Every half second the thread renews the slot's time to live, with the live snapshot. It falls silent when the watchdog sees that the
+engine does not get on. API servers or maintenance then declare the engine dead. Redis answers a heartbeat with its time, by which
+the engine sets its clock.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from engine.bus import leases
 from engine.bus.call import BusUnavailable
@@ -21,13 +19,8 @@ from engine.bus.leases import BEAT_INTERVAL
 from engine.protocol import EngineStats
 from engine.runtime.slot_owner import SlotOwner
 
-if TYPE_CHECKING:
-    from engine.runtime.core import EngineCore
-
 logger = logging.getLogger(__name__)
 
-LATE_FACTOR = 10.0
-LEAST_PATIENCE_SECONDS = 20.0  # a first step may compile its kernels
 SNAPSHOT_SECONDS = 0.2  # that a beat waits for a new snapshot
 LEAST_INTERVAL = 0.05  # between two beats, however often the engine falls idle
 
@@ -39,7 +32,7 @@ class Heartbeat:
     def __init__(
         self,
         owner: SlotOwner,
-        core: EngineCore,
+        gets_on: Callable[[], bool],
         clock: BusClock,
         failed: Callable[[BaseException], None],
         failover_timeout: float = leases.FAILOVER_TIMEOUT,
@@ -48,14 +41,13 @@ class Heartbeat:
         self.wants_snapshot = True
         self._owner = owner
         self._failover_timeout = failover_timeout
-        self._core = core
+        self._gets_on = gets_on
         self._clock = clock
         self._failed = failed
         self._stopped = threading.Event()
         self._published = threading.Event()
         self._hurry = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._said_late = False
 
     def start(self) -> None:
         self._thread.start()
@@ -85,7 +77,7 @@ class Heartbeat:
                     self.wants_snapshot = True
                     self._published.wait(SNAPSHOT_SECONDS)
                 self._hurry.clear()
-                if self._makes_progress() and not self._stopped.is_set():
+                if self._gets_on() and not self._stopped.is_set():
                     self._beat()
         except BaseException as error:
             self._failed(error)
@@ -100,13 +92,3 @@ class Heartbeat:
             self._clock.heard(told, asked_at, time.monotonic())
         except BusUnavailable as error:
             logger.warning("the heartbeat cannot be sent: %s", error)
-
-    def _makes_progress(self) -> bool:
-        started = self._core.step_started
-        patience = max(LATE_FACTOR * self._core.last_step_seconds, LEAST_PATIENCE_SECONDS)
-        late = started is not None and time.monotonic() - started > patience
-        if late and not self._said_late:
-            logger.error("a step has been running for more than %.0f s: no heartbeat until it ends", patience)
-            faulthandler.dump_traceback()
-        self._said_late = late
-        return not late

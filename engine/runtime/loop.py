@@ -1,7 +1,7 @@
 """The engine's main loop: take requests and commands in, step, give outputs out, until told to stop.
 
 The core runs on the main thread. Around it: `Intake` (requests and control commands from Redis), `Publisher` (outputs to Redis) and
-`Heartbeat`, each a thread; they meet the core only through two queues and a snapshot.
+`Heartbeat`, each a thread; they meet the core only through two queues and a snapshot. A `Watchdog` looks at all of it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from engine.runtime.reconciliation import Forget, StoreOutputs
 from engine.runtime.replay import replay
 from engine.runtime.slot_owner import SlotOwner
 from engine.runtime.utility_calls import UtilityCalls
+from engine.runtime.watchdog import Watchdog
 from engine.scheduling.request import Request
 from engine.scheduling.step_outputs import StepOutputs
 from gpu.plan import Int32Array
@@ -51,18 +52,19 @@ class EngineLoop:
         self._failure: BaseException | None = None
         self._pressure = KVPressure(core.limits)
 
-    def attach(self, owner: SlotOwner, intake: Intake, publisher: Publisher, heartbeat: Heartbeat) -> None:
+    def attach(self, owner: SlotOwner, intake: Intake, publisher: Publisher, heartbeat: Heartbeat, watchdog: Watchdog) -> None:
         self.owner = owner
-        self.intake, self.publisher, self.heartbeat = intake, publisher, heartbeat
+        self.intake, self.publisher, self.heartbeat, self.watchdog = intake, publisher, heartbeat, watchdog
         self._utilities = UtilityCalls(self.core, intake, heartbeat)
 
     def run(self) -> None:
         """The main loop."""
         self._publish_snapshot()
-        for side in (self.publisher, self.intake, self.heartbeat):
+        for side in (self.publisher, self.intake, self.heartbeat, self.watchdog):
             side.start()
         try:
             while not self._over():
+                self.watchdog.turns += 1
                 self._take_in()
                 outputs = self.core.step()
                 if outputs is not None:
@@ -266,6 +268,7 @@ class EngineLoop:
     def _hand_over(self, blame: bool) -> None:
         """Flush what is there, then leave the rest to the next engine: it goes on with the output that Redis has. `blame`: one of
         the requests may be why this engine ends."""
+        self.watchdog.stop()
         self.intake.stop()
         self.intake.join(timeout=2.0)
         self.publisher.close(timeout=2.0)

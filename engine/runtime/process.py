@@ -6,7 +6,9 @@ fenced or lost Redis and should start again, 1 anything else.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import signal
 
 from engine.bus.call import BusUnavailable, Fenced, UnfitRedis
 from engine.config import EngineConfig
@@ -25,6 +27,7 @@ EXIT_TEMPORARY = 75
 
 def run_engine(config: EngineConfig, progress_fd: int | None = None, shutdown_timeout: float = 0.0) -> int:
     """Serve one model on the Redis of `config.redis` until a signal; returns the exit code."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # by the supervisor's watchdog, or by hand
     progress = Progress(progress_fd)
     signals = StopSignals()
     try:

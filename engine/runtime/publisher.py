@@ -95,6 +95,7 @@ class Publisher:
         self._kept: deque[KeptFlush] = deque()
         self._kept_size = 0
         self._journal = OpenJournal()
+        self.is_blocked = False  # the loop waits in `put`
         self._give_up_at = math.inf  # monotonic
         self._is_closed = False
 
@@ -103,9 +104,11 @@ class Publisher:
 
     def put(self, events: StepEvents) -> None:
         """Hand events over; blocks, and so pauses the engine, while too many wait for Redis."""
+        self.is_blocked = self._queue.full()
         while True:
             try:
                 self._queue.put(events, timeout=PAUSE_SECONDS)
+                self.is_blocked = False
                 return
             except queue.Full:
                 if time.monotonic() >= self._give_up_at:  # lost here; the process that declares this engine dead ends its requests

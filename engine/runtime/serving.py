@@ -6,8 +6,12 @@ import hashlib
 import logging
 import os
 import socket
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 from engine.bus import leases, transitions
+from engine.bus.alarms import count_alarm
 from engine.bus.clock import BusClock
 from engine.bus.connection import Bus
 from engine.bus.tokenizers import put_tokenizer
@@ -23,6 +27,7 @@ from engine.runtime.publisher import Publisher
 from engine.runtime.reconciliation import Reconciler
 from engine.runtime.slot_owner import SlotOwner
 from engine.runtime.stop_signals import StopSignals
+from engine.runtime.watchdog import DEFAULT_TIMEOUT, Alarm, Watchdog
 from gpu.checkpoint.model_files import model_name
 from gpu.checkpoint.tokenizer_files import load_tokenizer_files
 from gpu.executor import Executor
@@ -45,26 +50,47 @@ def serve(config: EngineConfig, executor: Executor, progress: Progress, signals:
             leases.claim_slot(name, info, wanted=config.parallel.data_parallel_rank, failover_timeout=config.redis.failover_timeout)
         )
         bus.run(transitions.takeover(name, info.slot, info.incarnation - 1))
-        loop = connect(core, SlotOwner(bus, info, bundle), clock, config.redis.failover_timeout)
+        owner = SlotOwner(bus, info, bundle)
+        watching = {"alarmed": partial(end_at_once, owner, progress)} if config.scheduler.watchdog_timeout > 0 else {}
+        loop = connect(core, owner, clock, config.redis.failover_timeout, tell_alive=progress.alive, **watching)
         signals.obey_with(lambda: loop.stop(shutdown_timeout))
         logger.info("%s", describe(info))
         progress.say("ready", model=name, slot=info.slot, max_model_len=info.max_model_len, num_blocks=info.num_blocks)
         loop.run()
 
 
-def connect(core: EngineCore, owner: SlotOwner, clock: BusClock, failover_timeout: float = leases.FAILOVER_TIMEOUT) -> EngineLoop:
-    """A loop around `core` with its side threads, for the slot of `owner`."""
+def connect(
+    core: EngineCore,
+    owner: SlotOwner,
+    clock: BusClock,
+    failover_timeout: float = leases.FAILOVER_TIMEOUT,
+    alarmed: Callable[[Alarm], None] = lambda alarm: None,
+    tell_alive: Callable[[], None] = lambda: None,
+) -> EngineLoop:
+    """A loop around `core` with its side threads, for the slot of `owner`; `alarmed` and `tell_alive` as in `Watchdog`."""
     clients: list[str] = []
     loop = EngineLoop(core, owner.model, clients)
     owned = OwnedRequests()
     reconciler = Reconciler(owner, owned, loop.inbox)
+    publisher = Publisher(owner, owned, reconciler, clients, loop.fail)
+    watchdog = Watchdog(core, publisher, core.config.scheduler.watchdog_timeout or DEFAULT_TIMEOUT, alarmed, tell_alive)
     loop.attach(
         owner,
         Intake(owner, owned, reconciler, loop.inbox, core, loop.fail),
-        Publisher(owner, owned, reconciler, clients, loop.fail),
-        Heartbeat(owner, core, clock, loop.fail, failover_timeout),
+        publisher,
+        Heartbeat(owner, watchdog.gets_on, clock, loop.fail, failover_timeout),
+        watchdog,
     )
     return loop
+
+
+def end_at_once(owner: SlotOwner, progress: Progress, alarm: Alarm) -> None:
+    """The way out of an engine that does not get on, whatever its main thread does. Its requests go on at another engine; what
+    Redis has not heard yet is computed again."""
+    with suppress(Exception):  # Redis may be the trouble
+        owner.bus.run(count_alarm(owner.model, alarm.kind))
+    progress.say("failed", message=f"watchdog: {alarm.reason}", permanent=False)
+    os._exit(1)
 
 
 def engine_info(config: EngineConfig, core: EngineCore, name: str, tokenizer: str) -> EngineInfo:

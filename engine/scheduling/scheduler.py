@@ -371,6 +371,11 @@ class Scheduler:
         return len(self.live) > 0 or self.live.any_ended
 
     @property
+    def step_forecast(self) -> float:
+        """Seconds that the longest step now out should take, by the steps before it; 0: none can be foretold."""
+        return max((planned.seconds for planned in self._steps_out), default=0.0) * self._pace.mean
+
+    @property
     def num_free_request_slots(self) -> int:
         """How many requests may be taken from the queue in Redis now.
 

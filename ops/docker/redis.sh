@@ -15,8 +15,8 @@ cat > "$data/users.acl" <<ACL
 user default off
 user health on nopass +ping
 user admin on >$REDIS_ADMIN_PASSWORD ~* &* +@all
-user api on >$REDIS_API_PASSWORD &headrace:* $commands $ledger ~$model:control:* ~headrace:api:* ~headrace:apis $slots %R~$model:tokenizer:* %R~$model:journal:* %R~$model:usage:* %R~headrace:models
-user engine on >$REDIS_ENGINE_PASSWORD &headrace:* $commands $ledger ~$model:control:* $slots ~$model:claim:* ~$model:taken:* ~$model:shares ~$model:journal:* ~$model:tokenizer:* ~headrace:models
+user api on >$REDIS_API_PASSWORD &headrace:* $commands $ledger ~$model:control:* ~headrace:api:* ~headrace:apis $slots %R~$model:tokenizer:* %R~$model:journal:* %R~$model:usage:* %R~$model:alarms %R~headrace:models
+user engine on >$REDIS_ENGINE_PASSWORD &headrace:* $commands $ledger ~$model:control:* $slots ~$model:claim:* ~$model:taken:* ~$model:shares ~$model:journal:* ~$model:tokenizer:* ~$model:alarms ~headrace:models
 user maintenance on >$REDIS_MAINTENANCE_PASSWORD &headrace:* $commands $ledger ~$model:control:* ~$model:usage:* ~$model:absent:* $slots %R~headrace:models ~headrace:api:* ~headrace:apis ~headrace:absent:* ~headrace:celery:*
 ACL
 
