@@ -49,6 +49,7 @@ class Service:
         self.metrics = Metrics(config.metrics_prefix)
         self.metrics.engines = lambda: self._client.directory.engines if self._client is not None else []
         self.metrics.queues = lambda: self._client.directory.queues if self._client is not None else {}
+        self.metrics.alarms = lambda: self._client.directory.alarms if self._client is not None else {}
         self.pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="text")
         self.models = ServedModels(config, self.pool)
         self.readers = Readers(min(MAX_READERS, os.cpu_count() or 1))

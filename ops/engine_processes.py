@@ -6,6 +6,7 @@ import socket
 from collections.abc import Sequence
 
 from engine.bus import leases, transitions
+from engine.bus.alarms import SILENT, count_alarm
 from engine.bus.connection import Bus
 from engine.bus.transitions import TakenOver
 from engine.protocol import EngineInfo
@@ -24,11 +25,14 @@ def _find(bus: Bus, pids: Sequence[int]) -> list[EngineInfo]:
     return [by_pid[pid] for pid in pids if pid in by_pid]
 
 
-def take_over_engine_of_process(redis_url: str, pid: int) -> TakenOver:
-    """Let the requests of the engine that ran as process `pid` of this machine, and has ended, wait for the next engine."""
+def take_over_engine_of_process(redis_url: str, pid: int, was_silent: bool = False) -> TakenOver:
+    """Let the requests of the engine that ran as process `pid` of this machine, and has ended, wait for the next engine.
+    `was_silent`: it was ended for that, which counts as an alarm."""
     with Bus(redis_url) as bus:
         found = _find(bus, [pid])
         if not found:
             return TakenOver(0, 0)
         (info,) = found
+        if was_silent:
+            bus.run(count_alarm(info.model, SILENT))
         return bus.run(transitions.takeover(info.model, info.slot, info.incarnation, sure=True))

@@ -53,7 +53,7 @@ class Engines:
         before = self._children
         self._children = [
             Child(
-                Command(name, role("engine"), environment | self._replicas.environment(number), stop_timeout=STOP_SECONDS),
+                self._command(name, environment | self._replicas.environment(number)),
                 on_line=self._on_line,
                 on_progress=partial(self._take_progress, slowest, name),
                 on_exit=partial(self._take_over, name),
@@ -64,6 +64,10 @@ class Engines:
         for child in self._children:
             child.replicas = [other for other in self._children if other is not child]
         self._supervisor.start(*self._children, instead_of=before)
+
+    def _command(self, name: str, environment: dict[str, str]) -> Command:
+        patience = self._config.scheduler.watchdog_timeout
+        return Command(name, role("engine"), environment, stop_timeout=STOP_SECONDS, patience=patience)
 
     async def ready(self) -> None:
         """Returns when all are ready: as many as were started, or one alone where several were only this command's choice."""
@@ -114,7 +118,7 @@ class Engines:
         from ops.engine_processes import take_over_engine_of_process
 
         try:
-            left = await asyncio.to_thread(take_over_engine_of_process, self._config.redis.redis_url, ended.pid)
+            left = await asyncio.to_thread(take_over_engine_of_process, self._config.redis.redis_url, ended.pid, ended.was_silent)
         except Exception as error:  # Redis is away: an observer of the heartbeat does it later
             log.warning("the dead engine's requests could not be taken over at once: %s", error)
         else:

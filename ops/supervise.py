@@ -19,6 +19,7 @@ from typing import Any
 
 from ops.errors import CommandError
 from ops.parent_death import bound_to_parent
+from ops.silence import Silence
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ LONGEST_DELAY = 30.0
 CALM = 60.0  # seconds of running after which a death counts as the first one again
 START_ATTEMPTS = 4  # of a child that was never ready: after so many failures another attempt is pointless
 LONGEST_LINE = 64 * 1024
+STACKS_SECONDS = 0.5  # for a silent child to write its stacks
 LAST_LINES_SECONDS = 2.0  # for what a dead child has left in its pipes
 
 
@@ -61,6 +63,7 @@ class Command:
     stop_timeout: float = 10.0  # seconds between SIGTERM and SIGKILL
     ready: Callable[[], Awaitable[None]] | None = None
     not_before: Callable[[], Awaitable[Any]] | None = None  # returns when the first start may be
+    patience: float = 0.0  # seconds without a sign of life, after its first one, before it is killed; 0: without end
     essential: bool = True  # without it there is nothing to serve: give up where it cannot start
 
 
@@ -71,8 +74,11 @@ class Exit:
     pid: int
     status: int
     last_words: str  # the error it reported, else its last line
+    was_silent: bool = False  # and killed for it
 
     def __str__(self) -> str:
+        if self.was_silent:
+            return "it showed no sign of life"
         if self.status < 0:
             return f"killed by {signal.Signals(-self.status).name}"
         return f"exit status {self.status}" + (f": {self.last_words}" if self.last_words else "")
@@ -102,6 +108,8 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
         self._group: int | None = None  # process group while any of it may live
         self._stopping = False
+        self._silence = Silence(command.patience)
+        self._was_silent = False
         self._reported_error = ""
         self._last_lines: deque[str] = deque(maxlen=1)
 
@@ -149,7 +157,7 @@ class Child:
         # pipes of our own: asyncio's would keep `wait` waiting for other processes to which the child gave them
         output_read, output_write = os.pipe()
         progress_read, progress_write = os.pipe()
-        self._reported_error = ""
+        self._reported_error, self._was_silent = "", False
         self._last_lines.clear()
         watchers = [
             asyncio.create_task(_each_line(output_read, self._take_line)),
@@ -166,6 +174,7 @@ class Child:
                 self.kill_group()
             if self._command.ready is not None:
                 watchers.append(asyncio.create_task(self._await_ready(self._command.ready)))
+            watchers.append(asyncio.create_task(self._end_silent(process)))
             await process.wait()
             self.kill_group()  # what the dead one had started holds its pipes and its memory
             await asyncio.wait(watchers[:2], timeout=LAST_LINES_SECONDS)
@@ -175,7 +184,8 @@ class Child:
             for watcher in watchers:
                 watcher.cancel()
         assert process.returncode is not None
-        return Exit(process.pid, process.returncode, self._reported_error or next(iter(self._last_lines), ""))
+        last_words = self._reported_error or next(iter(self._last_lines), "")
+        return Exit(process.pid, process.returncode, last_words, self._was_silent)
 
     async def _start(self, output: int, progress: int) -> asyncio.subprocess.Process:
         reports = self._on_progress is not None
@@ -193,8 +203,19 @@ class Child:
         await ready()
         self.ready.set()
 
+    async def _end_silent(self, process: asyncio.subprocess.Process) -> None:
+        await self._silence.too_long()
+        log.error("%s has shown no sign of life for %g s; killing it", self.name, self._command.patience)
+        self._was_silent = True
+        process.send_signal(signal.SIGUSR1)  # it writes its stacks, unless it is stopped
+        await asyncio.sleep(STACKS_SECONDS)
+        self.kill_group()
+
     def _take_progress(self, line: str) -> None:
         report: dict[str, Any] = json.loads(line)
+        if report["phase"] == "alive":
+            self._silence.heard()
+            return
         self._reported_error = report.get("message", self._reported_error)
         if report["phase"] == "ready":
             self.ready.set()

@@ -34,12 +34,20 @@ COUNTERS = (
 
 
 class EngineCollector(Collector):
-    """`engines`: the live ones, and `queues`: what waits in Redis by canonical name of its model, as they are at the scrape."""
+    """`engines`: the live ones. By canonical name of the model, as they are at the scrape: `queues`, what waits in Redis, and
+    `alarms`, the engines that a watchdog ended, by kind."""
 
-    def __init__(self, prefix: str, engines: Sequence[EngineInfo], queues: Mapping[str, QueueDepth]) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        engines: Sequence[EngineInfo],
+        queues: Mapping[str, QueueDepth],
+        alarms: Mapping[str, Mapping[str, int]],
+    ) -> None:
         self._prefix = prefix
         self._engines = engines
         names = {engine.model: _model_name(engine) for engine in engines}
+        self._alarms = {names.get(model, model): counts for model, counts in alarms.items()}
         self._queues = {names.get(model, model): depth for model, depth in queues.items()}
 
     def collect(self) -> Iterator[Metric]:
@@ -60,6 +68,7 @@ class EngineCollector(Collector):
         yield self._iteration_tokens()
         yield self._step_seconds()
         yield self._cache_config()
+        yield self._ended_by_watchdogs()
 
     def _gauge(self, name: str, help: str, labels: Sequence[str] = _LABELS) -> GaugeMetricFamily:
         return GaugeMetricFamily(f"{self._prefix}:{name}", help, labels=labels)
@@ -114,6 +123,14 @@ class EngineCollector(Collector):
             buckets = _buckets(STEP_SECONDS_BOUNDS, engine.stats.step_seconds_buckets)
             histogram.add_metric(_values(engine), buckets, engine.stats.step_seconds_sum)
         return histogram
+
+    def _ended_by_watchdogs(self) -> Metric:
+        help = "Engines that a watchdog ended, by kind of alarm"
+        counter = CounterMetricFamily(f"{self._prefix}:engine_alarms", help, labels=("model_name", "kind"))
+        for model, counts in self._alarms.items():
+            for kind, count in counts.items():
+                counter.add_metric([model, kind], count)
+        return counter
 
     def _cache_config(self) -> Metric:
         info = InfoMetricFamily(f"{self._prefix}:cache_config", "KV cache of an engine", labels=_LABELS)

@@ -61,6 +61,7 @@ class Metrics:
         self.prefix = prefix
         self.engines: Callable[[], list[EngineInfo]] = list
         self.queues: Callable[[], Mapping[str, QueueDepth]] = dict
+        self.alarms: Callable[[], Mapping[str, Mapping[str, int]]] = dict
         self._registry = CollectorRegistry()
         self._tallied: list[Tallied] = []
         self._make_request_metrics()
@@ -175,5 +176,5 @@ class Metrics:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         engines = CollectorRegistry()
-        engines.register(EngineCollector(self.prefix, self.engines(), self.queues()))
+        engines.register(EngineCollector(self.prefix, self.engines(), self.queues(), self.alarms()))
         return generate_latest(registry) + generate_latest(engines)

@@ -6,6 +6,8 @@ from engine.bus import keys
 from engine.bus.call import Call
 from engine.bus.records import parse_fields
 
+SILENT = "silent"  # a supervisor's kind: the process lived and said nothing
+
 
 def count_alarm(model: str, kind: str) -> Call[None]:
     """Sent again after a lost answer, it may count twice: an alarm is rare, and the log has it."""

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field
 
 from engine.bus import leases, transitions
+from engine.bus.alarms import alarms as alarms_of
 from engine.bus.call import BusUnavailable, Trouble
 from engine.bus.connection import AsyncBus
 from engine.bus.enqueue import accepts, make_room
@@ -51,6 +52,7 @@ class Directory:
         self.engines: list[EngineInfo] = []
         self.known_models: set[str] = set()  # with an engine alive or not
         self.queues: dict[str, QueueDepth] = {}  # by canonical name
+        self.alarms: dict[str, dict[str, int]] = {}  # engines that a watchdog ended, by canonical name and kind of alarm
         self.trouble: Trouble | None = Trouble.AWAY  # of Redis; None: it serves
         self.refusal = ""  # why Redis takes no new requests, where it serves otherwise
         self._bus = bus
@@ -62,10 +64,12 @@ class Directory:
         served: dict[str, ModelHandle] = {}
         everyone: list[EngineInfo] = []
         queues: dict[str, QueueDepth] = {}
+        alarms: dict[str, dict[str, int]] = {}
         for name in sorted(self.known_models):
             engines = await self._bus.run(leases.engines(name))
             everyone += engines
             queues[name] = await self._bus.run(queue_depth(name))
+            alarms[name] = await self._bus.run(alarms_of(name))
             is_live = bool(engines)
             if not is_live and (last := await self._bus.run(leases.last_engine(name))) is not None:
                 engines = [last]
@@ -73,7 +77,7 @@ class Directory:
                 handle = ModelHandle(name, engines[0].tokenizer, engines, is_live)
                 for served_name in [name, *(alias for engine in engines for alias in engine.served_names)]:
                     served.setdefault(served_name, handle)
-        self.models, self.engines, self.queues, self.trouble = served, everyone, queues, None
+        self.models, self.engines, self.queues, self.alarms, self.trouble = served, everyone, queues, alarms, None
 
     async def check_admission(self) -> None:
         """See whether Redis would take a new request. Old results give way to new requests."""

@@ -97,6 +97,34 @@ async def test_a_child_that_is_stopped_while_its_death_is_dealt_with_is_no_failu
         await child.run()
 
 
+ALIVE = READY.replace("ready", "alive")
+
+
+async def test_a_child_that_falls_silent_is_killed_and_started_again() -> None:
+    watched = Watched(command("quiet", ALIVE, SLEEP, patience=0.6))
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        supervisor.start(watched.child)
+        await wait_for_async(lambda: len(watched.exits) == 1, "its death")
+        await wait_for_async(lambda: watched.child.pid not in (None, watched.exits[0].pid), "the next one")
+
+    assert await run_until_signal(bring_up, signal.SIGTERM) == 0
+    assert watched.exits[0].was_silent and str(watched.exits[0]) == "it showed no sign of life"
+    assert not watched.reports, "signs of life are no news"
+
+
+async def test_a_child_that_has_not_begun_to_tell_is_waited_for() -> None:
+    """It loads."""
+    watched = Watched(command("loading", "import time; time.sleep(2)", READY, SLEEP, patience=0.6))
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        supervisor.start(watched.child)
+        await watched.child.ready.wait()
+
+    assert await run_until_signal(bring_up, signal.SIGTERM) == 0
+    assert not watched.exits
+
+
 async def test_a_child_that_is_not_urgent_begins_when_it_may() -> None:
     others_are_up = asyncio.Event()
     watched = Watched(command("patient", "print('here', flush=True)", READY, SLEEP, not_before=others_are_up.wait))

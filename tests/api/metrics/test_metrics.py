@@ -132,7 +132,7 @@ def test_an_engines_snapshot_becomes_metrics() -> None:
 
 
 def test_an_engine_that_has_not_stepped_has_metrics() -> None:
-    assert list(EngineCollector("x", [engine()], {}).collect())
+    assert list(EngineCollector("x", [engine()], {}, {}).collect())
 
 
 def test_buckets_are_vllms() -> None:

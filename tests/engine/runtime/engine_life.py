@@ -51,7 +51,7 @@ class Life:
         self.loop = EngineLoop(self.core, "model", [])
         intake = SimpleNamespace(num_admitted=0, ring=lambda: None)
         publisher = SimpleNamespace(put=self._put)
-        self.loop.attach(SimpleNamespace(), intake, publisher, SimpleNamespace())  # type: ignore[arg-type]
+        self.loop.attach(SimpleNamespace(), intake, publisher, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
 
     def run(self, *arrivals: Arrival) -> Life:
         """To the end of all requests; then the engine holds nothing."""
