@@ -19,6 +19,7 @@ SWEEP_SECONDS = 90.0  # beyond the retention, for maintenance to remove what end
 REST_SECONDS = 8.0  # after which idle connections are closed
 SPARE_DESCRIPTORS = 8  # connections to Redis that a pool made under load and keeps
 SPARE_THREADS = 8  # of pools that grow to a limit
+FOR_EVER = -1  # Redis' answer to PTTL
 _ID = re.compile(r"\{[^}]*\}|[0-9a-f]{8}-[0-9a-f-]{20,}|(?<=:)[^:]*-[0-9a-f]{8}\b|\d+")
 # One each for the model, an engine or Celery, or sums that are meant to stay
 KEPT = (
@@ -91,12 +92,12 @@ async def left_keys(cluster: Cluster, before: Baseline) -> list[str]:
 
 
 async def key_kinds(cluster: Cluster) -> Counter[str]:
-    """Keys of requests and of dead processes, counted by kind: their names with ids taken out."""
+    """Keys of requests and of dead processes that no time to live removes, by kind: their names with ids taken out."""
     kinds: Counter[str] = Counter()
     async for name in cluster.redis.client.scan_iter(count=1000):
         kind = name.decode(errors="replace").removeprefix("headrace:")
         kind = re.sub(r"^\{[^}]*\}:", "", kind)
-        if not kind.startswith((*KEPT, *SUMS, *OTHERS)):
+        if not kind.startswith((*KEPT, *SUMS, *OTHERS)) and await cluster.redis.client.pttl(name) == FOR_EVER:
             kinds[_ID.sub("*", kind)] += 1
     return kinds
 

@@ -201,7 +201,7 @@ def test_a_dead_engines_journal_goes_once_no_live_record_names_it(world: World) 
     second = world.engine()
     assert world.take(second) == ["a"]
     assert world.bus.run(maintenance.forget_journals(world.model)) == 0, "the output of `a` is in it"
-    part = transitions.OutputPart("a", b"all so far")
+    part = transitions.OutputPart("a", b"all so far", "adopt")
     world.bus.run(transitions.checkpoint(world.model, second.slot, second.incarnation, [part]))
     assert world.raw.exists(journal)
     assert world.bus.run(maintenance.forget_journals(world.model)) == 1
