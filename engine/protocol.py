@@ -21,6 +21,7 @@ from gpu.plan import Count, Int64
 from gpu.plan import SamplingParams as SamplingParams
 
 PROTOCOL_VERSION = 1
+TIMED_OUT = "The request's deadline: "  # the beginning of an error that says that a request was late
 
 Struct = TypeVar("Struct")
 Choice = Annotated[int, Meta(ge=-1, lt=2**31)]  # -1, where it may stand: all
@@ -82,6 +83,9 @@ class RequestFacts(msgspec.Struct, array_like=True, frozen=True):
     idempotency_key: str = ""  # the Idempotency-Key of the HTTP request
     body_hash: str = ""  # of the HTTP request, where it has such a key
     answer: AnswerOptions = AnswerOptions()
+    weight: float = 1.0  # of the tenant, whose share of the engines it is
+    timeout: float = 0.0  # seconds after its enqueue at which the request ends, however far it is; 0.0: never
+    queue_timeout: float = 0.0  # seconds that it may wait for an engine; 0.0: for as long as it takes
 
 
 OUTLINE_TOKENS = 16  # of a prompt's end: text begins in the middle of a character or a word where the prompt leaves one

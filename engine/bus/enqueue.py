@@ -140,4 +140,10 @@ def _optional_fields(facts: RequestFacts, model: str, tenant: str) -> dict[str, 
         fields["grace"] = milliseconds(facts.grace)
     if facts.idempotency_key:
         fields |= {"idempotency": keys.idempotency(model, tenant, facts.idempotency_key), "body_hash": facts.body_hash}
+    if facts.weight != 1.0:
+        fields["weight"] = facts.weight
+    if facts.timeout:
+        fields["timeout"] = facts.timeout
+    if facts.queue_timeout:
+        fields["queue_timeout"] = facts.queue_timeout
     return fields

@@ -31,7 +31,8 @@ def requests(model: str) -> str:
 
 
 def order(model: str) -> str:
-    """Sorted set of what waits: entry id with its sequence number padded -> priority. Its minimum is taken next."""
+    """Sorted set of what waits: entry id with its sequence number padded -> priority and virtual start, as one number. Its minimum
+    is taken next."""
     return _of(model, "order")
 
 
@@ -46,8 +47,8 @@ def ended(model: str) -> str:
 
 
 def load(model: str) -> str:
-    """Hash of sums: `requests` (choices not ended) and `tokens` (prompt tokens that wait), each also as `<name>:<tenant>`;
-    `waiting` (choices that no engine has taken);
+    """Hash of sums: `requests` (choices not ended), `waiting` (choices that no engine has) and `tokens` (prompt tokens that wait),
+    each also as `<name>:<tenant>`; `orphans` (choices that wait and whose engine died);
     `client:<incarnation>` (requests not ended that an API server listens for); `kept` (bytes of ended requests' outputs). Sums of
     nothing are absent."""
     return _of(model, "load")
@@ -116,9 +117,25 @@ def externals(model: str) -> str:
     return _of(model, "externals")
 
 
+def fair(model: str) -> str:
+    """Hash of fair queueing, in tokens of virtual time: `clock`; of each tenant `finish:<tenant>` (where its next request begins),
+    `last:<tenant>` (where its last one began), `mean:<tenant>` (tokens of an output of late)."""
+    return _of(model, "fair")
+
+
+def heights(model: str) -> str:
+    """Sorted set: slot -> choices that its engine has in flight. Slots of none are absent."""
+    return _of(model, "heights")
+
+
+def deadlines(model: str) -> str:
+    """Sorted set: id of each request that has a deadline -> epoch seconds, of waiting while it waits."""
+    return _of(model, "deadlines")
+
+
 @lru_cache(maxsize=64)
 def ledger(model: str) -> tuple[str, ...]:
-    """KEYS 1-14 of every script that moves requests, in the order of lua/ledger.lua."""
+    """KEYS 1-17 of every script that moves requests, in the order of lua/ledger.lua."""
     return (
         requests(model),
         order(model),
@@ -134,6 +151,9 @@ def ledger(model: str) -> tuple[str, ...]:
         output(model),
         kept(model),
         externals(model),
+        fair(model),
+        heights(model),
+        deadlines(model),
     )
 
 
@@ -199,7 +219,8 @@ def progress(model: str, slot: str = "") -> str:
 
 
 def shares(model: str) -> str:
-    """Hash: slot -> what its engine said at its last `take`: incarnation, how many more it could run, Redis' clock in ms."""
+    """Hash: slot -> what its engine said at its last `take`: incarnation, how many more choices it could run, tokens that its KV
+    cache has room for, Redis' clock in ms."""
     return _of(model, "shares")
 
 

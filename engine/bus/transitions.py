@@ -12,11 +12,12 @@ from engine.bus.call import Argument, Call, flat, milliseconds, script
 from engine.bus.control import COMMANDS_KEPT, CONTROL_TTL
 from engine.bus.records import RecordView, parse_fields, parse_record
 from engine.fault_points import reach
-from engine.protocol import Abort, FinishReason, RequestTimes, decode_control, encode
+from engine.protocol import TIMED_OUT, Abort, FinishReason, RequestTimes, decode_control, encode
 
 TOMBSTONE_TTL = 600.0  # seconds that an abort waits for a request that it overtook
 JOURNAL_TTL = 3600.0  # seconds that a journal outlives its engine
 SHARE_TTL = 1.0  # seconds that an engine's share of what waits is kept for it after it last asked
+UNBOUNDED = 2**53
 TAKEOVER_BATCH = 128  # pending entries looked at in one script: Redis answers no other client meanwhile
 KEPT_BYTES = 256 << 20  # of the outputs in the records of ended requests; then the oldest go
 
@@ -28,6 +29,7 @@ class Taken(NamedTuple):
     taken: float
     client: str  # the API server that it is attached to now, and that server's handle
     handle: int
+    priority: int  # which `headrace priority` may have changed
     orphan: Orphan | None = None
 
 
@@ -51,15 +53,16 @@ def take(
     number: int,
     count: int,
     places: int,
+    room: int = UNBOUNDED,
     may_suspect: bool = True,
 ) -> Call[list[Taken]]:
-    """At most `count` of the requests that wait, by priority, then arrival; they are the slot's from now on. Raises Fenced,
-    Unowned.
+    """Requests that wait, of `count` choices at most (the last one may have more), by priority, then by fair shares of their
+    tenants, then by arrival; they are the slot's from now on. Raises Fenced, Unowned.
 
     Orphans of the fingerprint come first; of those that engines died of, one at most, and only where the engine has none
     (`may_suspect`). Of all others no more than a fair share, where others take too: engines of the model that asked within
-    SHARE_TTL come to have equal numbers in flight, but for those that can run no more. `places`: how many more this one could run;
-    0 leaves all to the others.
+    SHARE_TTL come to have equal numbers of choices in flight, but for those that can run no more. `places`: how many more choices
+    this one could run; 0 leaves all to the others. `room`: tokens that its KV cache has blocks for.
 
     `number` rises with each call of an incarnation. A caller that got BusUnavailable runs the same Call again: it may own requests
     already, and gets the same ones.
@@ -84,15 +87,19 @@ def take(
             places,
             milliseconds(SHARE_TTL),
             int(may_suspect),
+            room,
+            int(FinishReason.ERROR),
+            keys.client_channel(),
+            f"{TIMED_OUT}it passed while the request waited.",
         ),
     )
 
 
 def _taken(answer: Sequence[Any]) -> Taken:
-    entry, payload, enqueued, taken, client, handle = answer[:6]
+    entry, payload, enqueued, taken, client, handle, priority = answer[:7]
     orphan = None
-    if len(answer) > 6:
-        attachments, journals, orders, attempts, cached_tokens, scheduled, first_token = answer[6:]
+    if len(answer) > 7:
+        attachments, journals, orders, attempts, cached_tokens, scheduled, first_token = answer[7:]
         pairs = (pair.rpartition(":") for pair in attachments.decode().split())
         orphan = Orphan(
             frozenset((name, int(number)) for name, _, number in pairs),
@@ -102,7 +109,7 @@ def _taken(answer: Sequence[Any]) -> Taken:
             int(cached_tokens),
             RequestTimes(float(enqueued), float(taken), float(scheduled), float(first_token)),
         )
-    return Taken(entry.decode(), payload, float(enqueued), float(taken), client.decode(), int(handle or 0), orphan)
+    return Taken(entry.decode(), payload, float(enqueued), float(taken), client.decode(), int(handle or 0), int(priority), orphan)
 
 
 def reject(model: str, slot: str, incarnation: int, entry: str, error: str) -> Call[bool]:

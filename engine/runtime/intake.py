@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -35,7 +35,7 @@ from engine.runtime.owned_requests import OwnedRequest, OwnedRequests
 from engine.runtime.reconciliation import INTERVAL as RECONCILE_SECONDS
 from engine.runtime.reconciliation import Reconciler
 from engine.runtime.slot_owner import SlotOwner
-from engine.scheduling.request import Request
+from engine.scheduling.request import TOKEN_BYTES, Request
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,14 @@ class Arrival:
     orders: tuple[Abort, ...] = ()  # ends that were ordered of a dead engine
 
 
+class Room(NamedTuple):
+    """What an engine says with a take."""
+
+    choices: int  # to take now
+    places: int  # choices that could run more: the other engines leave to this one its share of those
+    tokens: int  # that the KV cache has blocks for
+
+
 class Intake:
     """The threads that fill the loop's inbox, with as much as the core will soon have room for.
 
@@ -69,11 +77,13 @@ class Intake:
         core: EngineCore,
         failed: Callable[[BaseException], None],
     ) -> None:
-        self.num_admitted = 0  # written by the loop: arrivals that reached the scheduler
+        self.num_admitted = 0  # written by the loop: choices that reached the scheduler
+        self.tokens_admitted = 0  # and the tokens of their prompts, counted once
         self.paused = False  # asleep or draining: the backlog stays in Redis
         self.closed = False  # for good: the engine stops
         self.wants_room = False  # there was no room at the last look: `ring` when there is some
-        self._num_taken = 0
+        self._num_taken = 0  # choices
+        self._tokens_taken = 0
         self._num_takes = 0
         self._places_said = 0  # places that this engine last told the others
         self._unanswered: Call[list[Taken]] | None = None  # a take whose answer was lost: it may own requests already
@@ -148,27 +158,28 @@ class Intake:
 
         An engine that has come to have fewer places than it said asks for none, to say so. Raises BusUnavailable.
         """
-        room, places = self._room()
-        if room <= 0 and places >= self._places_said and self._unanswered is None:
+        room = self._room()
+        if room.choices <= 0 and room.places >= self._places_said and self._unanswered is None:
             return False
         with self._owned.taking:
-            call = self._unanswered or self._next_take(room, places)
+            call = self._unanswered or self._next_take(room)
             self._unanswered = call
             entries = self._owner.run(call)
             self._unanswered = None
             if entries:
                 reach("after-take")
             arrivals = self._own(entries)
-        self._places_said -= min(len(entries), self._places_said)
         for taken, source in arrivals:
-            self._num_taken += 1
+            self._places_said = max(0, self._places_said - source.sampling.n)
+            self._num_taken += source.sampling.n
+            self._tokens_taken += len(source.prompt_token_ids) // TOKEN_BYTES
             self._hand_over(taken, source)
         self._journals.clear()
         return bool(entries)
 
-    def _next_take(self, room: int, places: int) -> Call[list[Taken]]:
+    def _next_take(self, room: Room) -> Call[list[Taken]]:
         self._num_takes += 1
-        self._places_said = places
+        self._places_said = room.places
         owner = self._owner
         return transitions.take(
             owner.model,
@@ -176,8 +187,9 @@ class Intake:
             owner.incarnation,
             owner.fingerprint,
             self._num_takes,
-            room,
-            places,
+            room.choices,
+            room.places,
+            room.tokens,
             may_suspect=not self._owned.any_suspect,
         )
 
@@ -190,8 +202,8 @@ class Intake:
             except msgspec.DecodeError as error:
                 self._reject(taken.entry, f"{INVALID_REQUEST}{error}")
                 continue
-            if (source.client, source.handle) != (taken.client, taken.handle):
-                source = msgspec.structs.replace(source, client=taken.client, handle=taken.handle)
+            if (source.client, source.handle, source.priority) != (taken.client, taken.handle, taken.priority):
+                source = msgspec.structs.replace(source, client=taken.client, handle=taken.handle, priority=taken.priority)
             if self._owned.get(source.request_id) is not None:  # its take was sent twice, or rolled back: it is one request
                 logger.warning("request %s is held already", source.request_id)
                 continue
@@ -199,15 +211,18 @@ class Intake:
             arrivals.append((taken, source))
         return arrivals
 
-    def _room(self) -> tuple[int, int]:
-        """How many requests to take now, and how many more could run: the others leave to this engine its share of those."""
+    def _room(self) -> Room:
         if self.paused or self.closed:
             self.wants_room = False
-            return 0, 0
+            return Room(0, 0, 0)
+        scheduler = self._core.scheduler
         coming = self._num_taken - self.num_admitted
-        room = self._core.scheduler.num_free_request_slots - coming
-        self.wants_room = room <= 0
-        return max(0, room), max(0, self._core.scheduler.num_free_places - coming)
+        tokens = scheduler.num_free_tokens - (self._tokens_taken - self.tokens_admitted)
+        count = scheduler.num_free_request_slots - coming
+        if tokens <= 0 and (coming or scheduler.has_work):
+            count = 0
+        self.wants_room = count <= 0
+        return Room(max(0, count), max(0, scheduler.num_free_places - coming), tokens)
 
     def _hand_over(self, taken: Taken, source: EngineCoreRequest) -> None:
         try:
@@ -254,7 +269,8 @@ class Intake:
                 logger.warning("a request that was taken waits for Redis: %s", error)
 
     def _give_up(self, taken: Taken, source: EngineCoreRequest, why: str) -> None:
-        self._num_taken -= 1  # it does not come to the loop
+        self._num_taken -= source.sampling.n  # it does not come to the loop
+        self._tokens_taken -= len(source.prompt_token_ids) // TOKEN_BYTES
         self._reject(taken.entry, why)
         self._owned.remove([source.request_id])
 

@@ -28,7 +28,7 @@ from engine.runtime.replay import replay
 from engine.runtime.slot_owner import SlotOwner
 from engine.runtime.utility_calls import UtilityCalls
 from engine.runtime.watchdog import Watchdog
-from engine.scheduling.request import Request
+from engine.scheduling.request import TOKEN_BYTES, Request
 from engine.scheduling.step_outputs import StepOutputs
 from gpu.plan import Int32Array
 
@@ -117,7 +117,8 @@ class EngineLoop:
             wait = False
             if isinstance(item, Arrival):
                 self._admit(item, events)
-                self.intake.num_admitted += 1  # once the scheduler counts it: it is either here or on its way, at any time
+                self.intake.num_admitted += len(item.choices)  # once the scheduler counts it: it is here or on its way, at any time
+                self.intake.tokens_admitted += len(item.source.prompt_token_ids) // TOKEN_BYTES
             elif isinstance(item, Forget):
                 self._forget(item)
             elif isinstance(item, StoreOutputs):

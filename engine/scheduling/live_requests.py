@@ -127,7 +127,7 @@ class LiveRequests:
             self._rows.stop_running(row)
             self._release_or_defer(request)
         else:
-            self._waiting.remove_ended()
+            self._waiting.remove_ended(request)
             if row < 0:  # else it was preempted, and its blocks are deferred already
                 self._ended.append(request)
 

@@ -65,6 +65,11 @@ class RowTable:
         return self._num_running
 
     @property
+    def num_without_blocks(self) -> int:
+        """Tokens of running requests that are known and have no KV blocks yet. Changes nothing: another thread may ask."""
+        return int(np.maximum(self.num_tokens - self.capacity, 0)[self._is_running].sum())
+
+    @property
     def running(self) -> Rows:
         """[num_running] rows of running requests in the policy's order; a view that the next change invalidates."""
         if self._num_listed != self._num_running:

@@ -377,12 +377,14 @@ class Scheduler:
 
     @property
     def num_free_request_slots(self) -> int:
-        """How many requests may be taken from the queue in Redis now.
+        """How many choices may be taken from the queue in Redis now.
 
         Requests that cannot run soon stay there, visible and in order. While the last step left requests waiting, the engine keeps
         only a short line, so that a freed place is filled at once.
         """
         num_waiting = len(self.waiting)
+        if self.has_work and self.num_free_tokens <= 0:
+            return 0
         seats = self.max_num_seqs - self.rows.num_running
         if num_waiting:
             return max(0, LOOKAHEAD - num_waiting)
@@ -390,12 +392,19 @@ class Scheduler:
 
     @property
     def num_free_places(self) -> int:
-        """How many more requests could run than are here: the free rows, and none while a request waits for KV blocks. An estimate,
-        because the prompts of the others are not known."""
+        """How many more choices could run than are here: the free rows, and none while one waits for KV blocks. An estimate: the
+        prompts of the others are not known."""
         num_waiting = len(self.waiting)
         if num_waiting and self._short_of_blocks:
             return 0
         return max(0, self.max_num_seqs - self.rows.num_running - num_waiting)
+
+    @property
+    def num_free_tokens(self) -> int:
+        """Tokens that free KV blocks could take of further prompts: behind the rest of those that run, a block for each of
+        them to go on, and the prompts that wait. Negative where those are short. An estimate, read from another thread."""
+        free = (self.kv.pool.num_free - self.rows.num_running) * self.block_size
+        return free - self.rows.num_without_blocks - self.waiting.num_prompt_tokens
 
     def output_token_ids(self, request_id: str, choice: int, offset: int = 0) -> Int32Array:
         """[num_output_tokens - offset] of a live request so far. Raises KeyError for one that is not live."""

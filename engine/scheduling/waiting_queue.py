@@ -33,6 +33,7 @@ class WaitingQueue:
         self._by_priority = policy == "priority"
         self._heap: list[tuple[OrderKey, Request]] = []
         self._num_waiting = 0
+        self.num_prompt_tokens = 0  # of those that wait
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -47,7 +48,7 @@ class WaitingQueue:
         else:
             key = (fresh, request.sequence)
         heapq.heappush(self._heap, (key, request))
-        self._num_waiting += 1
+        self._count(request, 1)
 
     def peek(self) -> Request | None:
         while self._heap and self._heap[0][1].status.finished:
@@ -69,11 +70,15 @@ class WaitingQueue:
         else:
             self._heap = [entry for entry in self._heap if entry[1] is not request]
             heapq.heapify(self._heap)
-        self._num_waiting -= 1
+        self._count(request, -1)
 
-    def remove_ended(self) -> None:
-        """One of the requests here has ended (its status says which)."""
-        self._num_waiting -= 1
+    def remove_ended(self, request: Request) -> None:
+        """One that waits here has ended: its status says so."""
+        self._count(request, -1)
         if len(self._heap) > 2 * self._num_waiting + 16:
             self._heap = [entry for entry in self._heap if not entry[1].status.finished]
             heapq.heapify(self._heap)
+
+    def _count(self, request: Request, sign: int) -> None:
+        self._num_waiting += sign
+        self.num_prompt_tokens += sign * request.num_prompt_tokens

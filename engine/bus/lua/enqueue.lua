@@ -76,9 +76,58 @@ local function check_limits(requests)
   return nil
 end
 
+local FIRST_OUTPUT = 128 -- tokens that an output is taken for until the tenant's first one has ended
+local LATE_CLOCK = TIME_SPAN / 4
+
+-- Virtual time begins again while nothing waits; tenants keep what they are ahead.
+local function turn_clock_back(clock)
+  local flat = redis.call('HGETALL', FAIR)
+  for i = 1, #flat, 2 do
+    if string.sub(flat[i], 1, 7) == 'finish:' then
+      redis.call('HSET', FAIR, flat[i], string.format('%.0f', math.max(0, tonumber(flat[i + 1]) - clock)))
+    end
+  end
+  redis.call('HSET', FAIR, 'clock', '0')
+end
+
+-- What a request is charged before it has run.
+local function expected_tokens(request, mean)
+  local output = math.min(tonumber(request.max_tokens), mean)
+  return math.floor(tonumber(request.prompt_tokens) + tonumber(request.n) * output)
+end
+
+-- Each request begins where its tenant's last one ends, but no earlier than the clock; nor than one of the tenant's that waits, so that
+-- a tenant's requests stay in the order of their arrival whatever was given back for those that ended.
+local function charge(requests)
+  local clock = tonumber(redis.call('HGET', FAIR, 'clock') or 0)
+  if clock > LATE_CLOCK and redis.call('ZCARD', ORDER) == 0 then
+    turn_clock_back(clock)
+    clock = 0
+  end
+  local tenants = {}
+  for _, request in ipairs(requests) do
+    local tenant, weight = request.tenant, tonumber(request.weight or 1)
+    local its = tenants[tenant]
+    if not its then
+      local stored = redis.call('HMGET', FAIR, 'finish:' .. tenant, 'last:' .. tenant, 'mean:' .. tenant)
+      local waits = redis.call('HEXISTS', LOAD, 'waiting:' .. tenant) == 1
+      its = {finish = tonumber(stored[1] or 0), last = waits and tonumber(stored[2] or 0) or 0, mean = tonumber(stored[3] or FIRST_OUTPUT)}
+      tenants[tenant] = its
+    end
+    local charged = expected_tokens(request, its.mean)
+    its.last = math.max(clock, its.finish, its.last)
+    its.finish = its.last + math.floor(charged / weight)
+    request.start, request.charged = string.format('%.0f', its.last), string.format('%.0f', charged)
+  end
+  for tenant, its in pairs(tenants) do
+    redis.call('HSET', FAIR, 'finish:' .. tenant, string.format('%.0f', its.finish), 'last:' .. tenant, string.format('%.0f', its.last))
+  end
+end
+
 local function add(request)
   local entry = add_entry(request.id, request.payload, request.fields)
-  redis.call('ZADD', ORDER, request.priority, order_member(entry))
+  redis.call('HSET', RECORD .. request.id, 'start', request.start, 'charged', request.charged)
+  redis.call('ZADD', ORDER, score_of(request.priority, request.start), order_member(entry))
   add_request(request.tenant, request.client, tonumber(request.n), 1)
   add_waiting(request.tenant, tonumber(request.n), tonumber(request.prompt_tokens), 1)
   return entry
@@ -88,6 +137,7 @@ local requests = parse_requests()
 local answer = known_already(requests) or repeats(requests[1]) or check_limits(requests)
 if answer then return answer end
 answer = {'ok'}
+charge(requests)
 for _, request in ipairs(requests) do answer[#answer + 1] = add(request) end
 redis.call('PUBLISH', wake, '')
 return answer

@@ -1,14 +1,14 @@
 -- What the scripts that move requests share. It stands before each of them in the text that Redis gets (engine/bus/call.py).
 --
--- KEYS 1-14 are the same in all. RECORD, EXTERNAL, TOMBSTONE, RESUME and OUTPUT are prefixes: which record an entry belongs to is
+-- KEYS 1-17 are the same in all. RECORD, EXTERNAL, TOMBSTONE, RESUME and OUTPUT are prefixes: which record an entry belongs to is
 -- known only once the entry was read. They carry the model's hash tag, so that what is built from them lies in the slot that KEYS named.
 --
 -- The ledger: a request is queued (in ORDER, or as an orphan in a RESUME set), running (in the pending list of a consumer) or ended
 -- (neither). LIVE, LOAD and the record's state change in the same script as that does.
 
 local REQUESTS, ORDER, LIVE, ENDED, LOAD, USAGE, RECORD, EXTERNAL, TOMBSTONE, RESUME, ORPHANS, OUTPUT, KEPT,
-  EXTERNALS = unpack(KEYS, 1, 14)
-local OWN_KEYS = 14 -- a script's own keys begin behind these
+  EXTERNALS, FAIR, HEIGHTS, DEADLINES = unpack(KEYS, 1, 17)
+local OWN_KEYS = 17 -- a script's own keys begin behind these
 local GROUP = 'engines'
 
 -- Epoch seconds with microseconds by Redis' clock, which is everybody's: those of the machines around it may differ by hours.
@@ -36,6 +36,7 @@ end
 -- What waits here. `sign`: 1 for a request that comes to wait, -1 for one that waits no more.
 local function add_waiting(tenant, n, tokens, sign)
   add_sum('waiting', sign * n)
+  add_sum('waiting:' .. tenant, sign * n)
   add_sum('tokens', sign * tokens)
   add_sum('tokens:' .. tenant, sign * tokens)
 end
@@ -45,6 +46,42 @@ local function add_request(tenant, client, n, sign)
   add_sum('requests', sign * n)
   add_sum('requests:' .. tenant, sign * n)
   add_sum('client:' .. client, sign)
+end
+
+-- Choices that a slot's engine has in flight: HEIGHTS, by slot.
+local function add_height(slot, n)
+  if tonumber(redis.call('ZINCRBY', HEIGHTS, n, slot)) <= 0 then redis.call('ZREM', HEIGHTS, slot) end
+end
+
+-- Until when a request may go on, in epoch seconds; nil: for ever.
+local function note_deadline(id, deadline)
+  if deadline then redis.call('ZADD', DEADLINES, deadline, id) else redis.call('ZREM', DEADLINES, id) end
+end
+
+-- Start-time fair queueing (Goyal, Vin, Cheng 1996). A tenant's requests follow each other in virtual time, each as long as the
+-- tokens that it is charged, divided by the tenant's weight. The clock stands at the start of the request taken last, so that a tenant
+-- that comes newly begins there. Outputs are charged as the tenant's last ones were; `settle` makes good for the difference.
+local MOST_PRIORITY = 512
+local TIME_SPAN = 2 ^ 40 -- tokens of virtual time, beyond which priorities begin
+local MEAN_OF = 16 -- ends over which the length of a tenant's outputs is averaged
+
+-- The score in ORDER: lower priority values first, then earlier starts.
+local function score_of(priority, start)
+  local rank = math.max(-MOST_PRIORITY, math.min(MOST_PRIORITY, tonumber(priority)))
+  return string.format('%.0f', rank * TIME_SPAN + math.min(tonumber(start or 0), TIME_SPAN - 1))
+end
+
+-- A request ended: its tenant has used `cached` tokens less than it has put in, and `output` more; nothing, if it never ran.
+local function settle(tenant, weight, charged, ran, n, prompt, cached, output)
+  local used = 0
+  if ran then used = prompt - cached + output end
+  if output > 0 then
+    local mean = tonumber(redis.call('HGET', FAIR, 'mean:' .. tenant))
+    local each = output / n
+    redis.call('HSET', FAIR, 'mean:' .. tenant, string.format('%.3f', mean and mean + (each - mean) / MEAN_OF or each))
+  end
+  local difference = math.floor((used - charged) / weight)
+  if difference ~= 0 then redis.call('HINCRBY', FAIR, 'finish:' .. tenant, string.format('%.0f', difference)) end
 end
 
 -- The value of a field in the flat list that a stream entry or HGETALL gives.
@@ -115,16 +152,19 @@ local function leave_queue(id, entry, record_tenant, n, tokens, fingerprint)
   if fingerprint then
     redis.call('ZREM', RESUME .. fingerprint, order_member(entry))
     redis.call('ZREM', ORPHANS, id)
+    add_sum('orphans', -n)
   end
   add_waiting(record_tenant, n, tokens, -1)
 end
 
 -- A running request waits again, for an engine of its fingerprint, before all others: its engine does not go on with it.
 local function make_orphan(id, entry)
-  local record = redis.call('HMGET', RECORD .. id, 'tenant', 'n', 'prompt_tokens', 'fingerprint', 'priority')
+  local record = redis.call('HMGET', RECORD .. id, 'tenant', 'n', 'prompt_tokens', 'fingerprint', 'priority', 'start', 'engine')
   redis.call('XACK', REQUESTS, GROUP, entry)
   redis.call('HSET', RECORD .. id, 'state', 'queued')
-  redis.call('ZADD', RESUME .. (record[4] or ''), record[5] or '0', order_member(entry))
+  add_height(record[7], -tonumber(record[2]))
+  add_sum('orphans', tonumber(record[2]))
+  redis.call('ZADD', RESUME .. (record[4] or ''), score_of(record[5] or 0, record[6]), order_member(entry))
   redis.call('ZADD', ORPHANS, NOW, id)
   add_waiting(record[1], tonumber(record[2]), tonumber(record[3]), 1)
 end
@@ -134,7 +174,9 @@ local function give_to(id, entry, slot, incarnation, fingerprint, consumer)
   local claimed = redis.call('XCLAIM', REQUESTS, GROUP, consumer, 0, entry, 'FORCE')
   if #claimed == 0 or not claimed[1] then return false end
   local journal = slot .. ':' .. incarnation
-  local journals = redis.call('HGET', RECORD .. id, 'journals')
+  local record = redis.call('HMGET', RECORD .. id, 'journals', 'state', 'n')
+  local journals = record[1]
+  if record[2] ~= 'running' then add_height(slot, tonumber(record[3])) end
   if not journals then
     journals = journal
   elseif not string.find(' ' .. journals .. ' ', ' ' .. journal .. ' ', 1, true) then
@@ -150,14 +192,18 @@ end
 local function end_request(id, facts)
   local key = RECORD .. id
   local record = redis.call('HMGET', key, 'state', 'entry', 'n', 'prompt_tokens', 'tenant', 'external_id', 'client', 'retention',
-    'fingerprint', 'idempotency')
-  local state, entry, tenant = record[1], record[2], record[5]
+    'fingerprint', 'idempotency', 'engine', 'weight', 'charged')
+  local state, entry, n, prompt, tenant = record[1], record[2], tonumber(record[3]), tonumber(record[4]), record[5]
   if not state or state == 'ended' then return false end
-  if state == 'queued' then leave_queue(id, entry, tenant, tonumber(record[3]), tonumber(record[4]), record[9]) end
-  add_request(tenant, record[7], tonumber(record[3]), -1)
+  if state == 'queued' then leave_queue(id, entry, tenant, n, prompt, record[9]) end
+  if state == 'running' then add_height(record[11], -n) end
+  settle(tenant, tonumber(record[12] or 1), tonumber(record[13] or 0), record[11], n, prompt,
+    tonumber(field_of(facts, 'cached_tokens') or 0), tonumber(field_of(facts, 'output_tokens') or 0))
+  add_request(tenant, record[7], n, -1)
   redis.call('XACK', REQUESTS, GROUP, entry)
   redis.call('XDEL', REQUESTS, entry)
   redis.call('ZREM', LIVE, id)
+  redis.call('ZREM', DEADLINES, id)
   redis.call('DEL', OUTPUT .. id)
   redis.call('HSET', key, 'state', 'ended', 'finished', NOW, unpack(facts))
   redis.call('ZADD', ENDED, NOW, id)

@@ -1,31 +1,37 @@
 -- take: the requests that are next become the caller's.
 --
 -- KEYS ledger, then owner, progress of the slot, shares, prefix of slots
--- ARGV slot, incarnation, fingerprint, count, call number, prefix of consumers, places: how many more the caller could run, share's time
---      to live in ms, may it have a suspect (0, 1)
--- Answer: a list of entry, payload, when it was enqueued and taken (epoch seconds), API server and handle that it is attached to; and of
--- an orphan its attachments, the journals with its output, the commands that no engine has obeyed, its deaths in a row,
+-- ARGV slot, incarnation, fingerprint, count: most choices to take, call number, prefix of consumers, places: how many more choices the
+--      caller could run, share's time to live in ms, may it have a suspect (0, 1), room: tokens that its KV cache has blocks for,
+--      error's number among the reasons, prefix of client channels, error of a request that is late
+-- Answer: a list of entry, payload, when it was enqueued and taken (epoch seconds), API server and handle that it is attached to,
+-- priority; and of an orphan its attachments, the journals with its output, the commands that no engine has obeyed, its deaths in a row,
 -- its cached tokens, and when it was first scheduled and had its first token.
+--
+-- A request whose deadline passed while it waited ends here.
 --
 -- Orphans of the caller's fingerprint come before all others, whatever the share: their clients wait in mid-stream. One that two
 -- engines died of in a row is a suspect, and runs beside no other suspect.
 --
--- No more than the caller's fair share: engines are filled like vessels, the one with the fewest requests in flight first, each up to its
--- places. A sharer is a living engine that asked within the time to live of a share; an engine that sleeps, hangs or was full for so long
--- holds nothing back. Invariants, when all sharers have said their places and ask until no sharer gets a request:
---   no request waits while a sharer has places;
---   no engine takes more requests than it has places for, while another has places for them; the surplus beyond all places goes to the
+-- No more than the caller's fair share, counted in choices: engines are filled like vessels, the one with the fewest choices in flight
+-- first, each up to its places. A sharer is a living engine that asked within the time to live of a share; an engine that sleeps, hangs
+-- or was full for so long holds nothing back. Invariants, when all sharers have said their places and room and ask until no sharer gets
+-- a request:
+--   no request waits while a sharer has places and room for it;
+--   no engine takes more choices than it has places for, while another has places for them; the surplus beyond all places goes to the
 --   engines that ask first;
 --   an engine that took has at most one request in flight more than an engine that has places left.
 -- Places are what the caller says (seats, and none while KV blocks are short), less what it took since; not `count`, which is less
--- while a step's worth is on its way to the scheduler, and more where a full engine keeps a line.
+-- while a step's worth is on its way to the scheduler, and more where a full engine keeps a line. A prompt that the caller has no room
+-- for is left to an engine that has; where none has, it waits here, unless the caller has some room: then it waits in the caller's line.
 --
--- ZPOPMIN gives priorities, XCLAIM FORCE puts an entry that was never delivered on the caller's pending list, in any order. XREADGROUP >
--- must not be used beside it: it would deliver the same entries again.
+-- XCLAIM FORCE puts an entry that was never delivered on the caller's pending list, in any order. XREADGROUP > must not be used beside
+-- it: it would deliver the same entries again.
 -- Sent twice (the answer was lost): calls are numbered. The number of the last take gets its entries again, a lower one nothing.
 
 local OWNER, PROGRESS, SHARES, ANY_SLOT = KEYS[OWN_KEYS + 1], KEYS[OWN_KEYS + 2], KEYS[OWN_KEYS + 3], KEYS[OWN_KEYS + 4]
-local slot, incarnation, fingerprint, count, number, any_consumer, places, share_ttl, may_suspect = unpack(ARGV)
+local slot, incarnation, fingerprint, count, number, any_consumer, places, share_ttl, may_suspect, room, error_reason, client_channel,
+  late_error = unpack(ARGV)
 local consumer = any_consumer .. slot
 local SUSPECT = 2 -- deaths in a row
 
@@ -42,12 +48,12 @@ end
 
 local function describe(id, entry, payload)
   local record = redis.call('HMGET', RECORD .. id, 'enqueued', 'received', 'client', 'handle', 'attachments', 'journals',
-    'attempts', 'cached_tokens', 'scheduled', 'first_token')
-  local answer = {entry, payload, record[1], record[2], record[3] or '', record[4] or ''}
+    'attempts', 'cached_tokens', 'scheduled', 'first_token', 'priority')
+  local answer = {entry, payload, record[1], record[2], record[3] or '', record[4] or '', record[11] or '0'}
   local journal = slot .. ':' .. incarnation
   if record[6] and record[6] ~= journal then
-    answer[7], answer[8], answer[9] = record[5] or (record[3] .. ':' .. record[4]), record[6], orders_of(id)
-    for i = 7, 10 do answer[i + 3] = record[i] or '0' end
+    answer[8], answer[9], answer[10] = record[5] or (record[3] .. ':' .. record[4]), record[6], orders_of(id)
+    for i = 7, 10 do answer[i + 4] = record[i] or '0' end
   end
   return answer
 end
@@ -68,110 +74,146 @@ local last = tonumber(redis.call('HGET', PROGRESS, 'call') or 0)
 if tonumber(number) == last then return taken_before() end
 if tonumber(number) < last then return {} end
 
-local function claim(member)
-  local entry = entry_of(member)
-  local id, payload = read_entry(entry)
-  if not id then
-    local lost = find_by_entry(entry)
-    if lost then end_request(lost, {'reason', 'error', 'error', 'the entry of the request is gone'}) end
-    return nil
-  end
-  local record = redis.call('HMGET', RECORD .. id, 'tenant', 'prompt_tokens', 'n', 'fingerprint')
-  if not record[1] then
-    redis.call('XDEL', REQUESTS, entry)
-    return nil
-  end
-  leave_queue(id, entry, record[1], tonumber(record[3]), tonumber(record[2]), record[4])
-  give_to(id, entry, slot, incarnation, fingerprint, consumer)
-  redis.call('HSET', RECORD .. id, 'received', NOW)
-  return describe(id, entry, payload)
-end
-
 local clock = tonumber(TIME[1]) * 1000 + math.floor(tonumber(TIME[2]) / 1000)
 
-local function say_places(number)
-  redis.call('HSET', SHARES, slot, incarnation .. ' ' .. string.format('%d %d', math.max(0, number), clock))
-end
-
--- Slot -> places, of everybody who shares, the caller among them.
-local function sharers()
+-- Slot -> height (choices in flight), places and room (tokens) of everybody who shares, the caller among them.
+local function find_vessels()
   local said, found = redis.call('HGETALL', SHARES), {}
+  local function add(number, its_places, its_room)
+    local height = tonumber(redis.call('ZSCORE', HEIGHTS, number) or 0)
+    found[number] = {height = height, places = math.max(0, tonumber(its_places)), room = tonumber(its_room)}
+  end
   for i = 1, #said, 2 do
-    local holder, its_places, asked = string.match(said[i + 1], '^(%d+) (%d+) (%d+)$')
-    if clock - tonumber(asked) <= tonumber(share_ttl) and redis.call('GET', ANY_SLOT .. said[i]) == holder then
-      found[said[i]] = tonumber(its_places)
+    local holder, its_places, its_room, asked = string.match(said[i + 1], '^(%d+) (%d+) (-?%d+) (%d+)$')
+    if holder and clock - tonumber(asked) <= tonumber(share_ttl) and redis.call('GET', ANY_SLOT .. said[i]) == holder then
+      add(said[i], its_places, its_room)
     end
   end
-  found[slot] = math.max(0, tonumber(places))
+  add(slot, places, room)
   return found
 end
 
--- Consumer -> requests in flight.
-local function in_flight()
-  local found = {}
-  for _, item in ipairs(redis.call('XPENDING', REQUESTS, GROUP)[4] or {}) do found[item[1]] = tonumber(item[2]) end
-  return found
+local vessels = find_vessels()
+local me = vessels[slot]
+
+local function say_places()
+  local said = string.format('%d %.0f %d', math.max(0, me.places), me.room, clock)
+  redis.call('HSET', SHARES, slot, incarnation .. ' ' .. said)
 end
 
--- How many of the `waiting` requests are the caller's to take.
-local function fair_share(waiting)
-  local held, vessels, highest = in_flight(), {}, 0
-  for number, its_places in pairs(sharers()) do
-    local height = held[any_consumer .. number] or 0
-    vessels[number] = {height, its_places}
-    highest = math.max(highest, height + its_places)
-  end
-  local function below(level, vessel) return math.max(0, math.min(level - vessel[1], vessel[2])) end
+-- How many of the `waiting` choices are the caller's to take, where prompts have `tokens`.
+local function fair_share(waiting, tokens)
+  local highest = 0
+  local function places_of(vessel) return vessel.room >= tokens and vessel.places or 0 end
+  for _, vessel in pairs(vessels) do highest = math.max(highest, vessel.height + places_of(vessel)) end
+  local function below(level, vessel) return math.max(0, math.min(level - vessel.height, places_of(vessel))) end
   local function places_below(level)
     local sum = 0
     for _, vessel in pairs(vessels) do sum = sum + below(level, vessel) end
     return sum
   end
   local surplus = waiting - places_below(highest)
-  if surplus >= 0 then return below(highest, vessels[slot]) + surplus end
+  if surplus >= 0 then return below(highest, me) + surplus end
   local low, high = 0, highest
   while low < high do
     local middle = math.floor((low + high) / 2)
     if places_below(middle) < waiting then low = middle + 1 else high = middle end
   end
-  return below(low, vessels[slot])
+  return below(low, me)
 end
 
-local answer, entries = {}, {}
+local function is_past(time) return time and tonumber(time) < tonumber(NOW) end
 
-local function take(member)
-  local taken = claim(member)
-  if taken then
-    answer[#answer + 1] = taken
-    entries[#entries + 1] = taken[1]
+-- A request that waits; nil where it cannot be taken, and is gone then. `queue`: the sorted set that it waits in.
+local function look(queue, member)
+  local entry = entry_of(member)
+  local id, payload = read_entry(entry)
+  if not id then
+    local lost = find_by_entry(entry)
+    if lost then end_request(lost, {'reason', 'error', 'error', 'the entry of the request is gone'}) end
+    redis.call('ZREM', queue, member)
+    return nil
   end
+  local record = redis.call('HMGET', RECORD .. id, 'tenant', 'prompt_tokens', 'n', 'fingerprint', 'start', 'journals', 'wait_until',
+    'deadline', 'attempts')
+  if not record[1] then
+    redis.call('ZREM', queue, member)
+    redis.call('XDEL', REQUESTS, entry)
+    return nil
+  end
+  if is_past(record[8]) or (not record[6] and is_past(record[7])) then -- an orphan's time for waiting is over
+    end_request(id, {'reason', 'error', 'error', late_error})
+    publish_ended(id, client_channel, error_reason, late_error)
+    return nil
+  end
+  return {
+    id = id, entry = entry, payload = payload, tenant = record[1], tokens = tonumber(record[2]), n = tonumber(record[3]),
+    fingerprint = record[4], start = tonumber(record[5] or 0), deadline = record[8], attempts = tonumber(record[9] or 0),
+  }
 end
 
-local function is_suspect(member)
-  local id = read_entry(entry_of(member))
-  return id and tonumber(redis.call('HGET', RECORD .. id, 'attempts') or 0) >= SUSPECT
+local answer, entries, budget, newest_start = {}, {}, tonumber(count), 0
+
+local function take(request)
+  leave_queue(request.id, request.entry, request.tenant, request.n, request.tokens, request.fingerprint)
+  give_to(request.id, request.entry, slot, incarnation, fingerprint, consumer)
+  redis.call('HSET', RECORD .. request.id, 'received', NOW)
+  note_deadline(request.id, request.deadline)
+  budget = budget - request.n
+  me.height, me.places, me.room = me.height + request.n, me.places - request.n, me.room - request.tokens
+  answer[#answer + 1] = describe(request.id, request.entry, request.payload)
+  entries[#entries + 1] = request.entry
 end
+
+-- Where no engine has room for a prompt, it may stand in line at one that has some, or nothing else to do.
+local function may_stand_in_line() return me.room > 0 or me.height == 0 end
 
 local function take_orphans()
-  for _, member in ipairs(redis.call('ZRANGE', RESUME .. fingerprint, 0, tonumber(count) - 1)) do
-    if not is_suspect(member) then
-      redis.call('ZREM', RESUME .. fingerprint, member)
-      take(member)
-    elseif may_suspect == '1' then
-      may_suspect = '0'
-      redis.call('ZREM', RESUME .. fingerprint, member)
-      take(member)
+  local queue = RESUME .. fingerprint
+  for _, member in ipairs(redis.call('ZRANGE', queue, 0, budget - 1)) do
+    if budget <= 0 or not may_stand_in_line() then return end
+    local orphan = look(queue, member)
+    if orphan and (orphan.attempts < SUSPECT or may_suspect == '1') then
+      if orphan.attempts >= SUSPECT then may_suspect = '0' end
+      take(orphan)
     end
   end
 end
 
-if tonumber(count) > 0 then take_orphans() end
-local waiting = redis.call('ZCARD', ORDER)
-if waiting > 0 then
-  local share = math.max(0, math.min(tonumber(count) - #answer, fair_share(waiting)))
-  local popped = redis.call('ZPOPMIN', ORDER, share)
-  for i = 1, #popped, 2 do take(popped[i]) end
+local function fits(vessel, request) return vessel.places >= request.n and vessel.room >= request.tokens end
+
+local function fits_another(request)
+  for number, vessel in pairs(vessels) do
+    if number ~= slot and fits(vessel, request) then return true end
+  end
+  return false
 end
-say_places(tonumber(places) - #answer)
+
+local function is_mine(request, share)
+  if me.room >= request.tokens and (share >= request.n or me.places >= request.n) then return true end
+  return not fits_another(request) and may_stand_in_line()
+end
+
+local function take_fresh()
+  local sums = redis.call('HMGET', LOAD, 'waiting', 'orphans')
+  local waiting, share = tonumber(sums[1] or 0) - tonumber(sums[2] or 0), nil
+  for _, member in ipairs(redis.call('ZRANGE', ORDER, 0, budget - 1)) do
+    local request = look(ORDER, member)
+    if request then
+      share = share or math.min(budget, fair_share(waiting, request.tokens))
+      if share <= 0 or not is_mine(request, share) then return end
+      take(request)
+      share = share - request.n
+      newest_start = math.max(newest_start, request.start)
+    end
+  end
+end
+
+if budget > 0 then take_orphans() end
+if budget > 0 then take_fresh() end
+if newest_start > tonumber(redis.call('HGET', FAIR, 'clock') or 0) then
+  redis.call('HSET', FAIR, 'clock', string.format('%.0f', newest_start))
+end
+say_places()
 redis.call('HSET', PROGRESS, 'call', number, 'taken', table.concat(entries, ' '))
 return answer

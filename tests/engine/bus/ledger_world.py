@@ -24,7 +24,6 @@ from engine.protocol import (
     EngineCoreRequest,
     EngineInfo,
     FinishReason,
-    RequestFacts,
     RequestTimes,
     StoredChoice,
     StoredOutput,
@@ -78,32 +77,37 @@ class World:
         """A new engine, in the lowest slot that a takeover left or that no engine had."""
         return Engine(self.bus.run(leases.claim_slot(self.model, engine_info(self.model), ttl)))
 
-    def request(self, request_id: str = "", *, tokens: int = 3, n: int = 1, **fields: Any) -> EngineCoreRequest:
+    def request(
+        self, request_id: str = "", *, tokens: int = 3, n: int = 1, max_tokens: int = 16, **fields: Any
+    ) -> EngineCoreRequest:
         number = next(self._numbers)
         return EngineCoreRequest(
             version=1,
             request_id=request_id or f"r{number}",
             prompt_token_ids=encode_column(range(tokens)),
-            sampling=SamplingParams(n=n),
+            sampling=SamplingParams(n=n, max_tokens=max_tokens),
             **{"client": CLIENT, "handle": number, **fields},
         )
 
     def enqueue(
         self, *requests: EngineCoreRequest, external_id: str = "ext", limits: AdmissionLimits | None = None, retention: float = 600
     ) -> Enqueued | Refused:
-        facts = RequestFacts(external_id, retention, "/v1/completions", stream=True)
         limits = limits or AdmissionLimits(require_engine=False)
-        return self.bus.run(enqueue(self.model, [replace(request, facts=facts) for request in requests], limits))
-
-    def take_call(self, engine: Engine, count: int = 1, places: int | None = None) -> Call[list[Taken]]:
-        """`places`: how many more the engine could run; None: as many as it asks for."""
-        number = next(engine.takes)
-        return transitions.take(
-            self.model, engine.slot, engine.incarnation, engine.fingerprint, number, count, count if places is None else places
+        known = {"external_id": external_id, "retention": retention, "endpoint": "/v1/completions", "stream": True}
+        return self.bus.run(
+            enqueue(self.model, [replace(request, facts=replace(request.facts, **known)) for request in requests], limits)
         )
 
-    def take(self, engine: Engine, count: int = 1, places: int | None = None) -> list[str]:
-        taken = self.bus.run(self.take_call(engine, count, places))
+    def take_call(
+        self, engine: Engine, count: int = 1, places: int | None = None, room: int = transitions.UNBOUNDED
+    ) -> Call[list[Taken]]:
+        """`places`: how many more choices the engine could run; None: as many as it asks for. `room`: tokens of its KV cache."""
+        number = next(engine.takes)
+        places = count if places is None else places
+        return transitions.take(self.model, engine.slot, engine.incarnation, engine.fingerprint, number, count, places, room)
+
+    def take(self, engine: Engine, count: int = 1, places: int | None = None, room: int = transitions.UNBOUNDED) -> list[str]:
+        taken = self.bus.run(self.take_call(engine, count, places, room))
         ids = [decode_request(each.payload).request_id for each in taken]
         engine.running += ids
         return ids
@@ -181,14 +185,18 @@ class World:
         running = {record["entry"]: record["engine"] for record in by_state["running"].values()}
         assert self.pending() == running
         order = self._waiting(keys.order(self.model))
-        orphans = {}
+        orphans: dict[str, int] = {}
         for key in self.raw.scan_iter(_escaped(keys.resume(self.model)) + "*", count=1000):
             orphans |= self._waiting(key.decode())
         assert not order.keys() & orphans.keys()
         waits_again = {record["entry"] for record in by_state["queued"].values() if "journals" in record}
         assert orphans.keys() == waits_again
         assert {name.decode() for name in self.raw.zrange(keys.orphans(self.model), 0, -1)} == {entries[each] for each in orphans}
-        assert order | orphans == {record["entry"]: int(record["priority"]) for record in by_state["queued"].values()}
+        assert order | orphans == {record["entry"]: _score(record) for record in by_state["queued"].values()}
+        heights: Counter[str] = Counter()
+        for record in by_state["running"].values():
+            heights[record["engine"]] += int(record["n"])
+        assert {slot.decode(): n for slot, n in self.raw.zrange(keys.heights(self.model), 0, -1, withscores=True)} == heights
         alive = by_state["queued"] | by_state["running"]
         assert entries == {record["entry"]: name for name, record in alive.items()}
         assert {name.decode() for name in self.raw.zrange(keys.live(self.model), 0, -1)} == alive.keys()
@@ -204,7 +212,7 @@ class World:
             assert self.raw.pttl(keys.external(self.model, external_id)) == -1
 
     def _waiting(self, key: str) -> dict[str, int]:
-        """Entry -> priority."""
+        """Entry -> score."""
         return {_entry(member): int(score) for member, score in self.raw.zrange(key, 0, -1, withscores=True)}
 
     def _load(self) -> dict[str, int]:
@@ -254,6 +262,11 @@ def ended_request(request_id: str, reason: FinishReason = FinishReason.STOP) -> 
     return EndedRequest(request_id, reason, encode(output), output_tokens=4, cached_tokens=1, fields=fields)
 
 
+def _score(record: dict[str, str]) -> int:
+    """The place in the order: priority, then virtual start."""
+    return max(-512, min(512, int(record["priority"]))) * 2**40 + int(record.get("start", 0))
+
+
 def _entry(member: bytes) -> str:
     milliseconds, sequence = member.decode().split("-")
     return f"{milliseconds}-{int(sequence)}"
@@ -272,6 +285,8 @@ def _expected_load(queued: dict[str, dict[str, str]], running: dict[str, dict[st
         load["client:" + record["client"]] += 1
     for record in queued.values():
         load["waiting"] += int(record["n"])
+        load["waiting:" + record["tenant"]] += int(record["n"])
+        load["orphans"] += int(record["n"]) if "journals" in record else 0
         load["tokens"] += int(record["prompt_tokens"])
         load["tokens:" + record["tenant"]] += int(record["prompt_tokens"])
     return {name: value for name, value in load.items() if value}

@@ -62,7 +62,7 @@ def test_ended_requests_are_skipped_and_swept() -> None:
     arrive(queue, *requests)
     for request in requests[:99]:
         request.end(FinishReason.ABORT, -1, None, None, 0.0)
-        queue.remove_ended()
+        queue.remove_ended(request)
     assert len(queue) == 1 and queue.peek() is requests[99]
     assert len(queue._heap) < 30, "ended requests pile up"
     assert pop(queue) is requests[99] and queue.peek() is None and len(queue) == 0
@@ -73,7 +73,7 @@ def test_the_first_are_named_in_order_and_one_from_the_middle_may_leave() -> Non
     requests = [make_request(name) for name in "abcde"]
     arrive(queue, *requests)
     requests[0].end(FinishReason.ABORT, -1, None, None, 0.0)
-    queue.remove_ended()
+    queue.remove_ended(requests[0])
     assert [request.request_id for request in queue.first(2)] == ["b", "c"]
     queue.remove(requests[2])
     assert names(queue) == ["b", "d", "e"] and len(queue) == 3
