@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -177,14 +178,31 @@ def chat_and_lose_the_engine(client: httpx.Client) -> None:
     (listed,) = json.loads(compose("exec", "api", "headrace", "ps", "-a", "--json").stdout)
     assert (listed["reason"], listed["output_tokens"]) == (chat["choices"][0]["finish_reason"], chat["usage"]["completion_tokens"])
 
+    tale = {"prompt": "Once upon a time", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
+    calm, _ = follow(client, tale)
     (engine,) = json.loads(compose("exec", "api", "headrace", "engines", "--json").stdout)
-    # from inside: what `docker compose kill` ends counts as stopped by hand and is not started again
-    compose("exec", "engine", "sh", "-c", "kill -9 $(cat /proc/1/task/1/children)")
 
-    def replaced() -> bool:
-        live = json.loads(compose("exec", "api", "headrace", "engines", "--json").stdout)
-        return len(live) == 1 and live[0]["incarnation"] > engine["incarnation"]
+    def kill() -> None:
+        # from inside: what `docker compose kill` ends counts as stopped by hand and is not started again
+        compose("exec", "engine", "sh", "-c", "kill -9 $(cat /proc/1/task/1/children)")
 
-    until(replaced, 180)
-    until(lambda: client.get("/health").status_code == 200, 10)
-    assert client.post("/v1/chat/completions", json=body).raise_for_status().json()["choices"] == chat["choices"]
+    struck, pause = follow(client, tale, kill)
+    assert struck == calm, "the next engine continued the stream"
+    print(f"longest pause of the stream: {pause:.1f} s")
+    assert pause < 60, "its heartbeat is missed for 5 seconds, and Docker starts another engine"
+    (heir,) = json.loads(compose("exec", "api", "headrace", "engines", "--json").stdout)
+    assert heir["incarnation"] > engine["incarnation"]
+
+
+def follow(client: httpx.Client, body: dict[str, Any], strike: Callable[[], None] | None = None) -> tuple[str, float]:
+    """The text of a stream, and its longest pause in seconds. `strike` comes after its 50th event."""
+    text, longest, last = "", 0.0, time.monotonic()
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        lines = (line for line in response.iter_lines() if line.startswith("data: {"))
+        for number, line in enumerate(lines):
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+            text += json.loads(line[6:])["choices"][0]["text"]
+            if number == 50 and strike is not None:
+                strike()
+    return text, longest

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from tests.ops.serving import Serving, serving
+from tests.waiting import wait_for
 
 STREAMS = 32
 TOKENS = 128
@@ -147,3 +148,37 @@ async def test_streams_go_on_token_for_token_when_their_engine_is_killed(server:
     assert pause < LONGEST_PAUSE[len(processes)]
     server.wait_for("is ready again")
     assert server.headrace("ps") == []
+
+
+@pytest.mark.soak
+async def test_a_stopped_engine_that_wakes_up_changes_nothing_and_comes_back_as_another(smollm2_gguf: Path, tmp_path: Path) -> None:
+    arguments = (str(smollm2_gguf), "--data-parallel-size", "2", "--max-model-len", "1024", "--watchdog-timeout", "0")
+    with serving(*arguments, data_dir=tmp_path / "data") as server:
+        calm = await run_all(server)
+        before = {engine["slot"]: engine for engine in server.headrace("engines")}
+        stopped = before["0"]["pid"]
+
+        async def strike() -> None:
+            os.kill(stopped, signal.SIGSTOP)
+
+        began = time.monotonic()
+        struck = await run_all(server, strike, after=STREAMS * TOKENS // 2)
+        check_unchanged(calm, struck)
+        assert [engine["slot"] for engine in server.headrace("engines")] == ["1"], "the other one has taken over"
+        await asyncio.sleep(max(0.0, began + 15 - time.monotonic()))  # not a wait: the time that the engine is to be stopped
+        in_between = await run_all(server, continuing(stopped), after=STREAMS * TOKENS // 4)
+        check_unchanged(calm, in_between)
+
+        def is_back() -> bool:
+            now = {engine["slot"]: engine for engine in server.headrace("engines")}
+            return "0" in now and now["0"]["incarnation"] > before["0"]["incarnation"]
+
+        wait_for(is_back, "the engine under a new incarnation", 60)
+        assert server.headrace("ps") == []
+
+
+def continuing(pid: int) -> Callable[[], Awaitable[None]]:
+    async def strike() -> None:
+        os.kill(pid, signal.SIGCONT)
+
+    return strike
