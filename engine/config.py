@@ -40,7 +40,9 @@ class SchedulerConfig:
 @dataclass
 class RedisConfig:
     redis_url: str = option(
-        "", "Redis to use: redis://, rediss:// (TLS) or unix:// (docs/operating.md); empty: `serve` starts an embedded Valkey"
+        "",
+        "Redis to use: redis://, rediss:// (TLS), unix:// or redis+sentinel:// (docs/operating.md); "
+        "empty: `serve` starts an embedded Valkey",
     )
     failover_timeout: float = option(60.0, "seconds that requests wait for another engine after the last one died or left")
     data_dir: str = option("", "folder of the embedded Valkey and its append-only file; default: ~/.local/share/headrace")

@@ -21,12 +21,15 @@ PROBE = "headrace:celery:probe"  # a key that is gone at once
 
 def install() -> None:
     """Make kombu use it for all connections to a Redis that this process opens from now on."""
-    address = f"{__name__}:{Transport.__name__}"
-    kombu.transport.TRANSPORT_ALIASES.update({"redis": address, "rediss": address})
+    one, of_sentinels = (f"{__name__}:{kind.__name__}" for kind in (Transport, SentinelTransport))
+    kombu.transport.TRANSPORT_ALIASES.update({"redis": one, "rediss": one, "sentinel": of_sentinels})
 
 
-class Channel(kombu_redis.Channel):
+class _Waiting:
     """A Redis that takes no writes lets no channel begin, so that kombu waits with growing pauses for the next attempt."""
+
+    client: Any  # of the channel, as is `close`
+    close: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -41,8 +44,20 @@ class Channel(kombu_redis.Channel):
         return {**options, **HANDSHAKE, "connection_class": _waited_for(options["connection_class"])}
 
 
+class Channel(_Waiting, kombu_redis.Channel):
+    """To one server."""
+
+
 class Transport(kombu_redis.Transport):
     Channel = Channel
+
+
+class SentinelChannel(_Waiting, kombu_redis.SentinelChannel):
+    """To the master that Sentinels name."""
+
+
+class SentinelTransport(kombu_redis.SentinelTransport):
+    Channel = SentinelChannel
 
 
 def _waited_for(kind: type[Any]) -> type[Any]:

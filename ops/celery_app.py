@@ -42,7 +42,7 @@ app.conf.update(
     broker_connection_retry_on_startup=True,
     broker_connection_max_retries=None,
     # A killed worker's message comes back after this many seconds. The tasks take a few at most.
-    broker_transport_options={"visibility_timeout": 60, "global_keyprefix": "headrace:celery:"},
+    broker_transport_options={"visibility_timeout": 60, "global_keyprefix": "headrace:celery:", **REDIS_URL.broker_options},
     worker_enable_remote_control=False,
     worker_send_task_events=False,
     worker_hijack_root_logger=False,

@@ -269,7 +269,7 @@ def shown(name: str, value: Any) -> str | None:
     if name == "api_key":
         return ", ".join(item.partition("=")[0] + "=***" if "=" in item else "***" for item in value)
     if name == "redis_url":
-        return re.sub(r"//([^:@/]*):.*@", r"//\1:***@", value)
+        return re.sub(r"(sentinel_password=)[^&]*", r"\1***", re.sub(r"//([^:@/]*):.*@", r"//\1:***@", value))
     if isinstance(value, list):
         return ", ".join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)

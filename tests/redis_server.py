@@ -21,7 +21,7 @@ class RedisServer:
         self.binary = binary or default_binary()
         self.options = options
         self.folder = tempfile.mkdtemp(prefix="headrace-test-redis-")
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -81,7 +81,7 @@ def installed_servers() -> list[str]:
     return [binary for binary in (embedded_valkey(), shutil.which("redis-server")) if binary]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

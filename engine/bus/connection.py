@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import redis
 import redis.asyncio
-from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
+from redis.exceptions import NoScriptError, RedisError
 
 from engine.bus.call import Call, Trouble
-from engine.bus.handshake import async_connection_options, connection_options
 from engine.bus.pipeline import Line, open_line
 from engine.bus.refusals import as_bus_error, trouble_of
+from engine.bus.servers import AsyncServers, Servers
 from engine.bus.subscription import AsyncSubscription, Subscription
 
 T = TypeVar("T")
@@ -32,6 +32,8 @@ LONGEST_PAUSE = 0.5
 
 # It may serve again within the patience of a caller. All else is told at once.
 _SOON_OVER = frozenset({Trouble.AWAY, Trouble.CLIENTS, Trouble.LOADING, Trouble.READ_ONLY})
+# The name of the server, or its Sentinels, may by now stand for another one.
+_IS_ELSEWHERE = frozenset({Trouble.READ_ONLY, Trouble.MASTER, Trouble.REPLICAS})
 
 
 class _Patience:
@@ -63,16 +65,12 @@ class Bus:
         self.url = url
         self.patience = patience
         self.timeout = timeout
+        self._servers = Servers(url)
         self._client = self._connect(timeout, max_connections)
         self._blocking = self._connect(timeout + MAX_BLOCK, max_connections)
 
     def _connect(self, timeout: float, max_connections: int) -> Any:  # redis.Redis, whose methods are untyped
-        pool = redis.BlockingConnectionPool.from_url(
-            self.url,
-            max_connections=max_connections,
-            timeout=timeout,
-            **connection_options(timeout),
-        )
+        pool = self._servers.pool(timeout, redis.BlockingConnectionPool, max_connections=max_connections, timeout=timeout)
         client = redis.Redis(connection_pool=pool)
         client.response_callbacks.clear()
         return client
@@ -91,7 +89,14 @@ class Bus:
             try:
                 return self._send(call)
             except (RedisError, OSError) as error:
+                self._leave(error)
                 time.sleep(patience.pause(error))
+
+    def _leave(self, error: Exception) -> None:
+        """Connections that are idle now may lead to a server that is the master no more: the next ones begin anew."""
+        if trouble_of(error) in _IS_ELSEWHERE | {Trouble.AWAY}:
+            for client in (self._client, self._blocking):
+                client.connection_pool.disconnect(inuse_connections=False)
 
     def _send(self, call: Call[Any]) -> Any:
         client = self._blocking if call.block else self._client
@@ -112,7 +117,7 @@ class Bus:
     @contextmanager
     def subscribe(self, *channels: str) -> Iterator[Subscription]:
         """Listen to channels; returns once Redis has confirmed them."""
-        subscription = Subscription(self.url, channels, self.timeout)
+        subscription = Subscription(self._servers, channels, self.timeout)
         try:
             yield subscription
         finally:
@@ -122,6 +127,7 @@ class Bus:
         for client in (self._client, self._blocking):
             client.close()
             client.connection_pool.disconnect()
+        self._servers.close()
 
     def __enter__(self) -> Bus:
         return self
@@ -138,15 +144,17 @@ class AsyncBus:
         self.url = url
         self.patience = patience
         self.timeout = timeout
+        self._servers = AsyncServers(url)
         # No socket timeout: redis-py would send under asyncio.wait_for, which swallows a cancellation that comes as it completes
         # (cpython#86296, to Python 3.11) and costs a task a command. `_answer` has the timeout instead.
-        options = async_connection_options(timeout) | {"socket_timeout": None}
-        pool: Any = redis.asyncio.BlockingConnectionPool.from_url(url, max_connections=max_connections, timeout=timeout, **options)
+        options: dict[str, Any] = {"socket_timeout": None}
+        bounded = {"max_connections": max_connections, "timeout": timeout, **options}
+        pool = self._servers.pool(timeout, redis.asyncio.BlockingConnectionPool, **bounded)
         self._client: Any = redis.asyncio.Redis(connection_pool=pool)  # its methods are untyped
         self._client.response_callbacks.clear()
         self._line: Line | None = None
         # Makes the connections that become lines, and keeps none of them.
-        self._line_pool: Any = redis.asyncio.ConnectionPool.from_url(url, **options)
+        self._line_pool: Any = self._servers.pool(timeout, **options)
         self._opening = asyncio.Lock()
 
     async def run(self, call: Call[T]) -> T:
@@ -166,9 +174,16 @@ class AsyncBus:
                 async with asyncio.timeout(self.timeout + call.block):
                     return await self._send(call)
             except (RedisError, OSError) as error:
-                if isinstance(error, ReadOnlyError) and self._line is not None:
-                    self._line.close()  # as redis-py does with one of its pool
+                await self._leave(error)
                 await asyncio.sleep(patience.pause(error))
+
+    async def _leave(self, error: Exception) -> None:
+        """As Bus._leave."""
+        trouble = trouble_of(error)
+        if trouble in _IS_ELSEWHERE and self._line is not None:
+            self._line.close()
+        if trouble in _IS_ELSEWHERE | {Trouble.AWAY}:
+            await self._client.connection_pool.disconnect(inuse_connections=False)
 
     async def _run_script(self, call: Call[Any]) -> Any:
         line = self._line
@@ -199,7 +214,7 @@ class AsyncBus:
     @asynccontextmanager
     async def subscribe(self, *channels: str) -> AsyncIterator[AsyncSubscription]:
         """As Bus.subscribe."""
-        subscription = AsyncSubscription(self.url, channels, self.timeout)
+        subscription = AsyncSubscription(self._servers, channels, self.timeout)
         await subscription.open()
         try:
             yield subscription
@@ -211,6 +226,7 @@ class AsyncBus:
             self._line.close()
         await self._client.aclose()
         await self._client.connection_pool.disconnect()
+        await self._servers.close()
 
     async def __aenter__(self) -> AsyncBus:
         return self

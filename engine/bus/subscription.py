@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import redis
-import redis.asyncio
 from redis.exceptions import RedisError
 
 from engine.bus.call import BusUnavailable
-from engine.bus.handshake import async_connection_options, connection_options
 from engine.bus.refusals import as_bus_error
+from engine.bus.servers import AsyncServers, Servers
 
 SHORTEST_READ = 0.001  # seconds; a read without any would not look at the socket
 PING_INTERVAL = 5.0  # seconds of silence after which a subscription asks whether the connection still lives
@@ -51,10 +49,9 @@ class Subscription:
     where the user may not listen.
     """
 
-    def __init__(self, url: str, channels: tuple[str, ...], timeout: float) -> None:
-        pool: Any = redis.ConnectionPool.from_url(url, **connection_options(timeout))
-        self._pool = pool
-        self._connection = pool.make_connection()
+    def __init__(self, servers: Servers, channels: tuple[str, ...], timeout: float) -> None:
+        self._pool = servers.pool(timeout)
+        self._connection = self._pool.make_connection()
         self._timeout = timeout
         try:
             self._connection.connect()
@@ -96,10 +93,9 @@ class Subscription:
 class AsyncSubscription:
     """As Subscription. One task at a time may call `get`; a cancelled `get` closes the subscription."""
 
-    def __init__(self, url: str, channels: tuple[str, ...], timeout: float) -> None:
-        pool: Any = redis.asyncio.ConnectionPool.from_url(url, **async_connection_options(timeout))
-        self._pool = pool
-        self._connection = pool.make_connection()
+    def __init__(self, servers: AsyncServers, channels: tuple[str, ...], timeout: float) -> None:
+        self._pool = servers.pool(timeout)
+        self._connection = self._pool.make_connection()
         self._channels = channels
         self._timeout = timeout
         self._silence = _Silence(timeout)

@@ -10,6 +10,7 @@ import redis
 
 from ops import broker
 from ops.redis_url import parse_redis_url
+from tests.redis_sentinel import SentinelSetup
 from tests.redis_server import RedisServer
 
 
@@ -53,3 +54,22 @@ def test_what_keeps_redis_from_serving_is_waited_for(server: RedisServer, said: 
             raw.execute_command(*end.split())
         starting.ensure_connection(max_retries=1)
         queue.close()
+
+
+def test_celery_follows_a_failover() -> None:
+    setup = SentinelSetup()
+    try:
+        url = parse_redis_url(setup.url)
+        with kombu.Connection(url.broker, transport_options=url.broker_options) as connection:
+            queue = connection.SimpleQueue("q")
+            queue.put("before")
+            setup.kill_master()
+            with pytest.raises(connection.connection_errors):
+                queue.get(timeout=5)
+            queue.close()
+        with kombu.Connection(url.broker, transport_options=url.broker_options) as connection:
+            queue = connection.SimpleQueue("q")
+            assert queue.get(timeout=5).payload == "before"
+            queue.close()
+    finally:
+        setup.stop()

@@ -20,9 +20,11 @@ from click.testing import CliRunner
 from engine.bus.call import BusUnavailable, Trouble
 from engine.bus.connection import AsyncBus, Bus
 from engine.bus.enqueue import accepts
+from engine.bus.servers import Servers
+from ops import broker as broker_module
 from ops.cli import cli
 from ops.errors import CommandError, SettingError
-from ops.redis_url import parse_redis_url
+from ops.redis_url import RedisUrl, parse_redis_url
 from ops.settings import shown
 from tests.redis_server import RedisServer
 
@@ -70,8 +72,53 @@ def by_kombu(url: str) -> dict[str, Any]:
 
 def facts(connection: Any) -> dict[str, Any]:
     names = ("host", "port", "path", "db", "username", "password", "check_hostname", "ca_certs", "certfile", "keyfile", "cert_reqs")
-    kind = next(each for each in type(connection).mro() if each.__module__.startswith("redis."))
-    return {"class": kind.__name__, **{name: getattr(connection, name, None) or None for name in names}}
+    kinds = (redis.UnixDomainSocketConnection, redis.SSLConnection, redis.sentinel.SentinelManagedConnection)
+    return {
+        "kind": [isinstance(connection, kind) for kind in kinds],
+        **{name: getattr(connection, name, None) or None for name in names},
+    }
+
+
+SENTINELS = [
+    "redis+sentinel://h/m",
+    "redis+sentinel://h1:1,h2,[::1]:3/my.master-1/3",
+    "redis+sentinel://user:p%2Fw%40@h1,h2/m/3?sentinel_username=s&sentinel_password=a%26b%40",
+    "redis+sentinel://:p@h1/m?db=2",
+    "REDISS+sentinel://h1,h2/m/3?ssl_cert_reqs=none",
+    f"rediss+sentinel://h/m/3?ssl_ca_certs={__file__}",
+]
+
+
+def by_bus_behind_sentinels(url: str) -> list[dict[str, Any]]:
+    """Facts of connections to the master and to each Sentinel."""
+    servers = Servers(url)
+    clients = [client.connection_pool for client in servers._master._sentinel.sentinels]  # type: ignore[union-attr]
+    return [facts(pool.make_connection()) for pool in (servers.pool(1.0), *clients)]
+
+
+def by_kombu_behind_sentinels(parsed: RedisUrl) -> list[dict[str, Any]]:
+    broker_module.install()
+    with kombu.Connection(parsed.broker, transport_options=parsed.broker_options) as connection:
+        channel = connection.transport.Channel.__new__(connection.transport.Channel)
+        channel.connection = connection.transport
+        for name, value in parsed.broker_options.items():
+            setattr(channel, name, value)
+        pool = channel._sentinel_managed_pool()
+        clients = [client.connection_pool for client in pool.sentinel_manager.sentinels]
+        return [facts(each.make_connection()) for each in (pool, *clients)]
+
+
+@pytest.mark.parametrize("url", SENTINELS)
+def test_the_bus_and_celery_ask_the_same_sentinels(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kombu.transport.TRANSPORT_ALIASES", dict(kombu.transport.TRANSPORT_ALIASES))
+    parsed = parse_redis_url(url)
+    assert by_bus_behind_sentinels(str(parsed)) == by_kombu_behind_sentinels(parsed)
+    assert parse_redis_url(str(parsed)) == parsed, "what one process hands to another means the same there"
+
+
+def test_sentinels_have_a_port_of_their_own() -> None:
+    parsed = parse_redis_url("redis+sentinel://h1,[::1]/m")
+    assert str(parsed) == "redis+sentinel://h1:26379,[::1]:26379/m/0"
 
 
 @pytest.mark.parametrize("url", URLS)
@@ -111,6 +158,15 @@ def test_the_database_is_the_one_that_was_named(url: str) -> None:
         ("unix:///s?virtual_host=3", "it takes db, each once"),
         ("unix://s?db=3", "by its whole path"),
         ("unix://", "by its whole path"),
+        ("redis+sentinel://h1,h2", "comes the name of their master"),
+        ("redis+sentinel://h1/a b/0", "comes the name of their master"),
+        ("redis+sentinel://h1,,h2/m", "with commas between"),
+        ("redis+sentinel:///m", "with commas between"),
+        ("redis+sentinel://h1:0,h2/m", "the port is not a number"),
+        ("redis+sentinel://h1/m/0/1", "one number from 0 on"),
+        ("redis+sentinel://h1/m?ssl_cert_reqs=none", "it takes db, sentinel_username, sentinel_password, each once"),
+        ("redis+sentinel://h1/m?sentinel_password=secret@x", "`/` as %2F"),
+        ("redis://h1?sentinel_password=secret", "it takes db, each once"),
         ("rediss://h?ssl_cert_reqs=maybe", "one of required, optional, none"),
         ("rediss://h?ssl_check_hostname=1", "true or false"),
         ("rediss://h?ssl_ca_certs=/no/such.pem", "no file /no/such.pem"),
@@ -131,6 +187,8 @@ def test_every_command_refuses_an_unusable_redis_url(command: list[str]) -> None
 def test_a_password_is_never_shown() -> None:
     assert shown("redis_url", "redis://:p/w@h") == "redis://:***@h"
     assert shown("redis_url", "redis://user:a:b@c@h:1/0") == "redis://user:***@h:1/0"
+    sentinels = "redis+sentinel://u:p@h1:1,h2:2/m/0?sentinel_password=p%26p&sentinel_username=s"
+    assert shown("redis_url", sentinels) == "redis+sentinel://u:***@h1:1,h2:2/m/0?sentinel_password=***&sentinel_username=s"
 
 
 def test_celery_works_in_the_database_that_was_named(redis_server: RedisServer) -> None:
