@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from api.errors import RedisTrouble
+from api.errors import RedisTrouble, ServiceUnavailable
 from api.http.auth import EVERYBODY, KeyRing, Principal
 from api.metrics.metrics import Metrics, shared
 from api.model_files import ServedModel
@@ -21,7 +21,7 @@ from api.preparation.readers import HeldBody, Readers
 from api.preparation.rules import RequestRules
 from api.request.limits import RequestLimits
 from api.response.pending_output import OutputBudget
-from api.response.request_metrics import RequestObserver
+from api.response.request_metrics import AttachedObserver, RequestObserver
 from engine.bus.call import BusUnavailable, Trouble
 from engine.bus.connection import AsyncBus
 from engine.bus.enqueue import AdmissionLimits
@@ -66,6 +66,7 @@ class Service:
         self.output_budget = OutputBudget(config.max_pending_bytes)
         self.draining = False
         self.observer = RequestObserver(self.metrics)
+        self.attached_observer = AttachedObserver(self.observer)
         self.on_failure: Callable[[BaseException], None] | None = None
         self._client: AsyncClient | None = None
         self._first_trouble = Trouble.AWAY  # until there is a client
@@ -149,8 +150,12 @@ class Service:
         return await self.models.in_thread(work, body, model, self.rules)
 
     async def drain(self, timeout: float) -> None:
-        """Admit nothing more; what runs gets `timeout` seconds, then it is aborted."""
+        """Admit nothing more; what runs gets `timeout` seconds, then it is aborted. Streams that can be continued at another API
+        server break off at once."""
         self.draining = True
+        for generation in list(self.observer.open):
+            if generation.grace and generation.task.stream:
+                generation.fail(ServiceUnavailable("The server is shutting down. Continue the stream at another one."))
         deadline = asyncio.get_running_loop().time() + timeout
         while self.observer.open and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)

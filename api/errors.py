@@ -112,6 +112,13 @@ class NotFound(ApiError):
     type = "NotFoundError"
 
 
+class IdempotencyKeyReused(ApiError):
+    """An Idempotency-Key stands for another body."""
+
+    status = 422
+    type = "IdempotencyKeyReused"
+
+
 class PayloadTooLarge(ApiError):
     """The body exceeds --max-request-bytes."""
 

@@ -12,10 +12,12 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from api.app_state import Service, principal_of, service_of
-from api.errors import RETRY_AFTER, ApiError, BadRequest, ServiceUnavailable
+from api.continuation import continued_stream, followed_answer, recall
+from api.errors import RETRY_AFTER, ApiError, BadRequest, IdempotencyKeyReused, ServiceUnavailable
 from api.http.auth import Principal, derive_cache_salt
 from api.http.headers import header
-from api.http.request_ids import INTERNAL_ID_HEADER, REQUEST_ID_HEADER, body_id, header_id, internal_id_header, internal_ids
+from api.http.persistence import MAX_STREAMED_CHOICES, grace_time, idempotency_key
+from api.http.request_ids import answer_headers, body_id, header_id, internal_ids
 from api.http.response_writer import response_writer
 from api.model_files import ServedModel
 from api.model_registry import NO_ENGINE
@@ -26,12 +28,16 @@ from api.response.answer import WholeAnswer, whole_response
 from api.response.chunk_format import AnswerFormat
 from api.response.generation import Generation
 from api.response.sse import EventSink, EventStream
-from engine.bus.enqueue import Refused
+from api.response.stream_position import StreamPosition
+from engine.bus import records
+from engine.bus.enqueue import Refused, Repeated
 from engine.client.client import AsyncClient
 from engine.config import ApiConfig
 from engine.protocol import PROTOCOL_VERSION, EngineCoreRequest, RequestFacts, encode_column
 
 B = TypeVar("B", bound=SamplingFields)
+
+MakeFormat = Callable[[Generation, ApiConfig, StreamPosition | None], AnswerFormat]
 
 PRIORITY_HEADER = "X-Vllm-Priority"
 TRACE_HEADERS = ("traceparent", "tracestate")
@@ -42,7 +48,7 @@ async def generate(
     request: Request,
     body: B,
     prepare: Callable[[B, ServedModel, RequestRules], Task],
-    format: Callable[[Generation, ApiConfig], AnswerFormat],
+    format: MakeFormat,
     in_place: bool = False,
 ) -> Response:
     """Prepare `body`, enqueue it and answer in `format`. `in_place`: preparing it takes less time than a thread costs.
@@ -51,10 +57,45 @@ async def generate(
     """
     service = service_of(request)
     _admit(service)
+    key, grace = idempotency_key(request.scope), grace_time(request.scope, body.resumable, service.config)
+    if key and (earlier := await _earlier(request, key)) is not None:
+        return earlier
     model = await service.models.resolve(service.client, body.model)
     task = prepare(body, model, service.rules) if in_place else await service.prepare(request, prepare, body, model)
-    generation = _make_generation(request, task, body.request_id)
-    return await _answer(request, generation, format(generation, service.config))
+    generation = _make_generation(request, task, body.request_id, grace)
+    try:
+        return await _answer(request, generation, format)
+    except Repeated as repeated:  # another API server enqueued it meanwhile
+        return await _repeat(request, task.model.canonical_name, repeated)
+
+
+async def _earlier(request: Request, key: str) -> Response | None:
+    """The answer of the request that was sent with this key before, where it lives or has ended well."""
+    service = service_of(request)
+    models = sorted(service.client.directory.known_models)
+    found = await service.bus.run(records.repeated(models, principal_of(request).tenant, key))
+    if found is None:
+        return None
+    model, repeated = found
+    record = await service.client.record(model, repeated.request_id)
+    if record is None or record.must_run_again:
+        return None
+    return await _repeat(request, model, repeated)
+
+
+async def _repeat(request: Request, model: str, repeated: Repeated) -> Response:
+    """The answer of the request that another one repeats. Raises IdempotencyKeyReused."""
+    if repeated.body_hash != request.state.body_hash:
+        message = "This Idempotency-Key was used with another request. Send another key, or the same request."
+        raise IdempotencyKeyReused(message, param="Idempotency-Key")
+    service = service_of(request)
+    record = await service.client.record(model, repeated.request_id)
+    if record is None:
+        raise ServiceUnavailable("The request with this Idempotency-Key is gone. Try again.", headers=RETRY_AFTER)
+    recalled = await recall(service, model, record)
+    if recalled.generation.task.stream:
+        return await continued_stream(request, recalled)
+    return await followed_answer(request, recalled)
 
 
 def _admit(service: Service) -> None:
@@ -63,28 +104,41 @@ def _admit(service: Service) -> None:
         raise ServiceUnavailable("The server is shutting down.", headers=RETRY_AFTER)
 
 
-def _make_generation(request: Request, task: Task, given_id: str | None) -> Generation:
+def _make_generation(request: Request, task: Task, given_id: str | None, grace: float) -> Generation:
     """The generation that will answer `request`; nothing of it is enqueued yet. `given_id`: the body's. Raises BadRequest."""
     own: str = request.state.request_id
     external = header_id(request.scope) or body_id(given_id) or own
     ids = internal_ids(external, len(task.prompts))
-    return Generation(task, external, ids, time.time(), principal_of(request).tenant, service_of(request).observer)
+    return Generation(task, external, ids, time.time(), principal_of(request).tenant, service_of(request).observer, grace)
 
 
-async def _answer(request: Request, generation: Generation, format: AnswerFormat) -> Response:
+async def _answer(request: Request, generation: Generation, make_format: MakeFormat) -> Response:
     """Enqueue the prompts of `generation` and make the response: events as they come, or all in one piece."""
-    headers, writer = _answer_headers(generation), response_writer(request.scope)
+    service, headers = service_of(request), answer_headers(generation.external_id, generation.internal_ids)
     if generation.task.stream:
-        events = generation.sink = EventSink(format, service_of(request).output_budget)
+        format = make_format(generation, service.config, _first_position(generation))
+        events = generation.sink = EventSink(format, service.output_budget)
         try:
             await _submit(request, generation)
         except BaseException:
             events.close()
             raise
-        return EventStream(generation, events, headers, service_of(request).config.sse_keep_alive_interval)
+        return EventStream(generation, events, headers, service.config.sse_keep_alive_interval)
     whole = generation.sink = WholeAnswer(generation.task.num_choices)
     await _submit(request, generation)
-    return await whole_response(generation, whole, format, writer, headers)
+    format = make_format(generation, service.config, None)
+    return await whole_response(generation, whole, format, response_writer(request.scope), headers)
+
+
+def _first_position(generation: Generation) -> StreamPosition | None:
+    """Of a stream that can be continued. Raises BadRequest."""
+    if not generation.grace:
+        return None
+    num_choices = generation.task.num_choices
+    if num_choices > MAX_STREAMED_CHOICES:
+        message = f"A resumable stream has at most {MAX_STREAMED_CHOICES} choices, its prompts times n; this one has {num_choices}."
+        raise BadRequest(message, param="resumable")
+    return StreamPosition(num_choices)
 
 
 async def _submit(request: Request, generation: Generation) -> None:
@@ -99,7 +153,10 @@ async def _submit(request: Request, generation: Generation) -> None:
         task.stream,
         task.model.name,
         generation.arrival,
+        generation.grace,
         num_prompts=len(task.prompts),
+        idempotency_key=idempotency_key(request.scope),
+        body_hash=getattr(request.state, "body_hash", ""),
         answer=task.answer,
     )
     requests = _engine_requests(request.scope, principal_of(request), service.client, generation, facts)
@@ -109,10 +166,6 @@ async def _submit(request: Request, generation: Generation) -> None:
         service.metrics.refused(task.model.first_name, refusal.reason)
         raise _refusal_error(refusal) from refusal
     generation.begin(streams)
-
-
-def _answer_headers(generation: Generation) -> dict[str, str]:
-    return {REQUEST_ID_HEADER: generation.external_id, INTERNAL_ID_HEADER: internal_id_header(generation.internal_ids)}
 
 
 def _engine_requests(

@@ -81,6 +81,10 @@ class ApiConfig:
         None, "most prompt tokens that wait for a model; a request beyond them is a 503 with Retry-After"
     )
     record_retention: int = option(3600, "seconds for which the record of an ended request is kept, whichever process ended it")
+    resumable_grace: float = option(
+        60.0, "seconds that a resumable request, or one with an Idempotency-Key, goes on when no client listens to it"
+    )
+    max_resumable_grace: float = option(3600.0, "longest such time that a request may ask for; a longer one is a 400")
     max_request_bytes: int = option(64 * 1024 * 1024, "largest request body in bytes; a larger one is a 413")
     max_n: int = option(16384, "largest n of a request; a larger one is a 400")
     max_prompts: int = option(1024, "most prompts of one completion request; more are a 400")

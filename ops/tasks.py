@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from functools import cache, wraps
 
 from engine.bus import leases, maintenance, transitions, usage
+from engine.bus.attachments import detach
 from engine.bus.call import BusUnavailable
 from engine.bus.clock import redis_time
 from engine.bus.connection import Bus
@@ -45,14 +46,16 @@ def _unless_redis_is_away(work: Callable[[Bus], int]) -> Callable[[], int]:
 @app.task
 @_unless_redis_is_away
 def reap_api_servers(bus: Bus) -> int:
-    """End the requests of API servers that are gone, because no client waits for them. Returns how many."""
+    """End the requests of API servers that are gone, because no client waits for them; a resumable one when its grace time has
+    passed. Returns how many."""
     reaped = 0
     for model in bus.run(leases.models()):
         clients = filter(None, bus.run(maintenance.clients(model)))
         dead = frozenset(client for client in clients if bus.run(leases.api_absent(client)))
-        for request_id in bus.run(maintenance.requests_of(model, dead)) if dead else ():
-            bus.run(transitions.finish(model, request_id, Abort(request_id), API_GONE))
-            reaped += 1
+        for request_id, client in bus.run(maintenance.requests_of(model, dead)) if dead else ():
+            if bus.run(detach(model, request_id, client)) == 0.0:
+                bus.run(transitions.finish(model, request_id, Abort(request_id), API_GONE))
+                reaped += 1
     return reaped
 
 

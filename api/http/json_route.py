@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from api.errors import InvalidRequest, json_response
 from api.http.headers import JSON_TYPE, media_type
+from api.http.persistence import body_hash, idempotency_key
 from api.preparation.readers import Readers
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # RFC 8259 allows to ignore it; some stacks send it
@@ -38,6 +39,8 @@ class JsonRoute(APIRoute):
                 raw = await _raw_body(request)
             except ClientDisconnect:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
+            if idempotency_key(request.scope):
+                request.state.body_hash = body_hash(request.scope, raw)
             if len(raw) <= LARGE_BYTES:
                 try:
                     body = adapter.validate_json(raw)

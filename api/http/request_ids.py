@@ -70,6 +70,16 @@ def internal_ids(external: str, count: int) -> list[str]:
     return [f"{external}-{place}-{suffix}" for place in range(count)]
 
 
+def sibling_ids(internal: str, external: str, count: int) -> list[str]:
+    """The internal ids of the list that `internal` belongs to."""
+    suffix = internal.rpartition("-")[2]
+    return [internal] if count == 1 else [f"{external}-{place}-{suffix}" for place in range(count)]
+
+
+def answer_headers(external: str, ids: list[str]) -> dict[str, str]:
+    return {REQUEST_ID_HEADER: external, INTERNAL_ID_HEADER: internal_id_header(ids)}
+
+
 def internal_id_header(ids: list[str]) -> str:
     shown = ids[:MAX_IDS_IN_HEADER]
     return ", ".join(shown) + (", ..." if len(ids) > len(shown) else "")

@@ -88,6 +88,7 @@ class SamplingFields(ApiModel):
     request_id: str | None = None
     cache_salt: str | None = None
     user: str | None = None
+    resumable: bool | Number | None = None  # outlives its connection: for the server's time, or so many seconds
 
     # Known, and refused with a clear word when they ask for anything (api.request.validation).
     response_format: ResponseFormat | None = None

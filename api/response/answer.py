@@ -49,8 +49,12 @@ async def whole_response(
         generation.close()
     if writer.gone:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    body = await run_in_threadpool(format.whole, choices) if _is_long(generation) else format.whole(choices)
-    return Response(body, media_type="application/json", headers=headers)
+    return Response(await whole_body(generation, choices, format), media_type="application/json", headers=headers)
+
+
+async def whole_body(generation: Generation, choices: list[ChoiceOutput], format: AnswerFormat) -> bytes:
+    """JSON, made on a thread where that takes long."""
+    return await run_in_threadpool(format.whole, choices) if _is_long(generation) else format.whole(choices)
 
 
 def _is_long(generation: Generation) -> bool:

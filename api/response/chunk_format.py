@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import msgspec
@@ -13,6 +13,7 @@ from api.response.generation import Generation
 from api.response.logprobs import Json, LogprobsFormatter
 from api.response.output_processor import ChoiceOutput
 from api.response.request_times import times_as_json
+from api.response.stream_position import StreamPosition
 from api.response.usage import Usage
 from api.version import system_fingerprint
 from engine.config import ApiConfig
@@ -49,7 +50,9 @@ class AnswerFormat(ABC):
     text_item: tuple[bytes, bytes]  # the item of a chunk of text alone, before and behind the text; `%d` is the choice's index
     no_text: ClassVar[dict[str, Any]]  # the member of a chunk's item that has the text, without any
 
-    def __init__(self, generation: Generation, config: ApiConfig) -> None:
+    def __init__(self, generation: Generation, config: ApiConfig, position: StreamPosition | None = None) -> None:
+        """`position`: where a stream that can be continued stands; its events have ids, and what its client has is left out."""
+        self._position = position
         self._generation = generation
         self._task = task = generation.task
         self._answer = answer = task.answer
@@ -63,21 +66,51 @@ class AnswerFormat(ABC):
 
     # Streamed
 
-    @abstractmethod
-    def opening(self) -> Iterable[bytes]:
+    def opening(self) -> bytes:
         """Chunks before the first output."""
+        position = self._position
+        if position is None:
+            return b"".join(self._opening())
+        events = b""
+        for event in list(self._opening())[position.num_opened :]:
+            position.num_opened += 1
+            events += position.event_id() + event
+        return events
+
+    @abstractmethod
+    def _opening(self) -> Iterable[bytes]:
+        """These chunks, one by one."""
 
     def chunks(self, output: ChoiceOutput) -> bytes:
         """Chunks of one output: what it shows in one, the end in one of its own, which strict clients need. Empty where it shows
         nothing."""
-        if not self._text_only:
-            chunks = self._piece(output)
-        else:
-            chunks = self._text_chunk(output) if output.text else b""
+        if self._position is not None:
+            return self._identified_chunks(output, self._position)
+        shown = self._shown(output)
+        return shown if output.finish_reason is None else shown + self._end(output)
+
+    def _identified_chunks(self, output: ChoiceOutput, position: StreamPosition) -> bytes:
+        """Those that the client does not have, each behind its id."""
+        output = position.untold(output)
+        chunks = self._shown(output)
+        position.tell(output, bool(chunks))
+        if chunks:
+            chunks = position.event_id() + chunks
         if output.finish_reason is not None:
-            more = {} if self._answer.usage_at_end else {"system_fingerprint": self._fingerprint}
-            chunks += self._chunk(output.index, encode_json(self._last_item(output)), **more)
+            position.tell_end(output.index)
+            chunks += position.event_id() + self._end(output)
         return chunks
+
+    def _shown(self, output: ChoiceOutput) -> bytes:
+        """The chunk of what an output shows, if it shows something."""
+        if not self._text_only:
+            return self._piece(output)
+        return self._text_chunk(output) if output.text else b""
+
+    def _end(self, output: ChoiceOutput) -> bytes:
+        """The chunk that ends a choice."""
+        more = {} if self._answer.usage_at_end else {"system_fingerprint": self._fingerprint}
+        return self._chunk(output.index, encode_json(self._last_item(output)), **more)
 
     def is_long(self, output: ChoiceOutput) -> bool:
         """Whether to make its chunks would keep the event loop for more than some milliseconds."""
@@ -96,10 +129,16 @@ class AnswerFormat(ABC):
         end = {"finish_reason": str(output.finish_reason), "stop_reason": output.stop_reason}
         return {"index": output.index, **self.no_text, "logprobs": None, **end}
 
-    def closing(self) -> Iterator[bytes]:
-        """Chunks behind the last output."""
-        if self._answer.usage_at_end:
-            yield self._frame.chunk(b"", usage=self._whole_usage(), system_fingerprint=self._fingerprint, **self._times())
+    def closing(self) -> bytes:
+        """The chunk behind the last output, if there is one."""
+        position = self._position
+        if not self._answer.usage_at_end or (position is not None and position.closed):
+            return b""
+        chunk = self._frame.chunk(b"", usage=self._whole_usage(), system_fingerprint=self._fingerprint, **self._times())
+        if position is None:
+            return chunk
+        position.closed = True
+        return position.event_id() + chunk
 
     def _chunk(self, index: int, choice: bytes, **more: Any) -> bytes:
         """A chunk about choice `index`, which is `choice`, encoded."""

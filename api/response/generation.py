@@ -52,13 +52,21 @@ class Generation:
     sink: Sink
 
     def __init__(
-        self, task: Task, external_id: str, internal_ids: list[str], arrival: float, tenant: str, observer: GenerationObserver
+        self,
+        task: Task,
+        external_id: str,
+        internal_ids: list[str],
+        arrival: float,
+        tenant: str,
+        observer: GenerationObserver,
+        grace: float = 0.0,
     ) -> None:
         self.task = task
         self.tenant = tenant
         self.external_id = external_id
         self.internal_ids = internal_ids
         self.arrival = arrival
+        self.grace = grace  # seconds that its requests go on when its client has gone
         self.first_output = 0.0  # epoch seconds, once there was one
         self.ended = False  # the sink has been told
         self.closed = False

@@ -42,6 +42,25 @@ class RequestObserver:
             logger.handle(_record("request finished", _facts(generation, now)))
 
 
+class AttachedObserver:
+    """Of generations that go on with a request of another HTTP request, whose API server counts it: these are open, and no more."""
+
+    def __init__(self, observer: RequestObserver) -> None:
+        self._open = observer.open
+
+    def opened(self, generation: Generation) -> None:
+        self._open.add(generation)
+
+    def first_output(self, generation: Generation, now: float) -> Callable[[float], None]:
+        return lambda seconds: None
+
+    def choice_ended(self, generation: Generation, reason: FinishReason) -> None:
+        pass
+
+    def closed(self, generation: Generation) -> None:
+        self._open.discard(generation)
+
+
 def _ended_prompt(run: PromptRun, sampling: SamplingParams, latency: float) -> EndedPrompt:
     return EndedPrompt(
         num_tokens=len(run.prompt.token_ids),

@@ -40,7 +40,7 @@ class EventSink:
     def __init__(self, format: AnswerFormat, budget: OutputBudget) -> None:
         self._format = format
         self._writer: ResponseWriter | None = None
-        self._begun = False  # the opening events were written
+        self._begun = False  # the opening events were made
         self._making: asyncio.Task[None] | None = None  # the events of a long output
         self._pending = PendingOutput(budget, self._drop)  # what could not be written yet
         self._last: bytes | None = None  # the last events, once no output follows
@@ -59,7 +59,7 @@ class EventSink:
 
     def end(self, error: ApiError | None = None) -> None:
         if self._last is None:
-            self._last = (b"".join(self._format.closing()) if error is None else _event(error)) + DONE
+            self._last = (self._format.closing() if error is None else _event(error)) + DONE
             self._flush()
 
     # What the response calls
@@ -110,14 +110,16 @@ class EventSink:
         self._last = _event(error) + DONE
 
     def _write(self, writer: ResponseWriter, output: ChoiceOutput) -> None:
+        opening = b"" if self._begun else self._format.opening()  # not before: an early failure is to be the first event
+        self._begun = True
         if self._format.is_long(output):
-            self._making = asyncio.create_task(self._write_long(writer, output))
+            self._making = asyncio.create_task(self._write_long(writer, output, opening))
         else:
-            self._write_events(writer, self._format.chunks(output))
+            self._write_events(writer, opening + self._format.chunks(output))
 
-    async def _write_long(self, writer: ResponseWriter, output: ChoiceOutput) -> None:
+    async def _write_long(self, writer: ResponseWriter, output: ChoiceOutput, opening: bytes) -> None:
         try:
-            events = await run_in_threadpool(self._format.chunks, output)
+            events = opening + await run_in_threadpool(self._format.chunks, output)
             if writer.ready:  # else the client has left: nothing was written meanwhile
                 self._write_events(writer, events)
         except Exception as error:
@@ -127,9 +129,6 @@ class EventSink:
             self._flush()
 
     def _write_events(self, writer: ResponseWriter, events: bytes) -> None:
-        if not self._begun:
-            self._begun = True
-            events = b"".join(self._format.opening()) + events  # not before: an early failure is to be the first event
         if events:
             writer.write(events if events.isascii() else one_line(events))
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
+from msgspec import Raw
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from api.app_state import Service, principal_of, service_of
+from api.continuation import continued_stream, recall, stored_answer
 from api.errors import ApiError, NotFound, json_response
 from api.http.request_ids import is_safe_id
 from engine.bus import records
@@ -51,8 +53,33 @@ async def list_requests(
 
 
 @router.get("/v1/requests/{request_id}", summary="Inspect a request")
-async def get_request(request_id: str, request: Request) -> dict[str, Any]:
-    return _as_json((await _find(request, request_id))[1])
+async def get_request(request_id: str, request: Request) -> Response:
+    """The record; and, once the request has ended, the whole answer as its endpoint gives it."""
+    service = service_of(request)
+    model, record = await _find(request, request_id)
+    answer = await _answer(service, model, record) if record.state == "ended" else None
+    return json_response({**_as_json(record), "answer": None if answer is None else Raw(answer)})
+
+
+async def _answer(service: Service, model: str, record: RecordView) -> bytes | None:
+    """JSON. None: there is no answer, or it is not kept."""
+    try:
+        return await stored_answer(service, await recall(service, model, record))
+    except ApiError:
+        return None
+
+
+@router.get("/v1/requests/{request_id}/stream", summary="Continue a stream, or follow a request from its first token")
+async def continue_stream(
+    request_id: str,
+    request: Request,
+    starting_after: Annotated[
+        str | None, Query(description="id of the last event received; Last-Event-ID counts before it")
+    ] = None,
+) -> Response:
+    service = service_of(request)
+    model, record = await _find(request, request_id)
+    return await continued_stream(request, await recall(service, model, record), starting_after)
 
 
 @router.post("/v1/requests/{request_id}/cancel", summary="Abort a request")

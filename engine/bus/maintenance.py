@@ -21,23 +21,27 @@ def clients(model: str) -> Call[dict[str, int]]:
     return Call(decode, commands=(("HGETALL", keys.load(model)),))
 
 
-def requests_of(model: str, incarnations: frozenset[str], most: int = 2000) -> Call[list[str]]:
-    """Ids of live requests that one of these API servers listens for, oldest first, `most` at most."""
+def requests_of(model: str, incarnations: frozenset[str], most: int = 2000) -> Call[list[tuple[str, str]]]:
+    """(id, API server) of live requests that one of these API servers listens for, oldest first, `most` at most. Those whose grace
+    time runs are left out."""
 
-    def page(start: int, found: list[str]) -> Call[list[str]]:
-        def owners(answers: list[Any]) -> list[str] | Call[list[str]]:
-            ids = [name.decode() for name in answers[0]]
+    def page(start: int, found: list[tuple[str, str]]) -> Call[list[tuple[str, str]]]:
+        def owners(answers: list[Any]) -> list[tuple[str, str]] | Call[list[tuple[str, str]]]:
+            ids, now = [name.decode() for name in answers[0]], seconds_of(answers[1])
             if not ids:
                 return found
 
-            def choose(values: list[Any]) -> list[str] | Call[list[str]]:
-                theirs = [name for name, client in zip(ids, values, strict=True) if client and client.decode() in incarnations]
-                everything = [*found, *theirs]
+            def choose(records: list[Any]) -> list[tuple[str, str]] | Call[list[tuple[str, str]]]:
+                everything = list(found)
+                for name, (client, grace, detached) in zip(ids, records, strict=True):
+                    waits = detached is not None and now - float(detached) < int(grace or 0) / 1000
+                    if client and client.decode() in incarnations and not waits:
+                        everything.append((name, client.decode()))
                 return everything[:most] if len(everything) >= most else page(start + PAGE, everything)
 
-            return Call(choose, commands=tuple(("HGET", keys.record(model, name), "client") for name in ids))
+            return Call(choose, commands=tuple(("HMGET", keys.record(model, name), "client", "grace", "detached") for name in ids))
 
-        return Call(owners, commands=(("ZRANGE", keys.live(model), start, start + PAGE - 1),))
+        return Call(owners, commands=(("ZRANGE", keys.live(model), start, start + PAGE - 1), ("TIME",)))
 
     return page(0, [])
 

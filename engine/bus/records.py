@@ -7,9 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import msgspec
+
 from engine.bus import keys
 from engine.bus.call import Call
-from engine.protocol import EngineInfo, FinishReason, RequestTimes, StoredChoice, StoredOutput, decode_info, decode_stored
+from engine.bus.enqueue import Repeated
+from engine.protocol import (
+    EngineInfo,
+    FinishReason,
+    RequestOutline,
+    RequestTimes,
+    StoredChoice,
+    StoredOutput,
+    decode_info,
+    decode_outline,
+    decode_stored,
+)
 
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")  # which the id of an answer has before that of the request
 OUTPUT_DROPPED = "The output of this request is not in Redis any more: it gave way to newer ones."
@@ -51,6 +64,11 @@ class RecordView:
     attempts: int = 0  # engines that died while they ran it, one after the other
     deaths: int = 0  # of engines that ran it, in all
     output_dropped: bool = False  # the output of an ended one gave way to newer ones
+
+    @property
+    def must_run_again(self) -> bool:
+        """It has no answer for a retry with the same Idempotency-Key. `enqueue` has the same rule."""
+        return self.state == "ended" and (self.reason in ("abort", "error") or self.output_dropped)
 
     @property
     def times(self) -> RequestTimes:
@@ -218,6 +236,33 @@ def look_up(models: Sequence[str], request_id: str) -> Call[list[Found]]:
         return find(model, spelling).then(lambda views: search(others, found | {view.id: Found(model, view) for view in views}))
 
     return search([(model, spelling) for model in models for spelling in sorted(spellings)], {})
+
+
+def outlines(model: str, ids: Sequence[str]) -> Call[list[RequestOutline | None]]:
+    """Of requests in any state; None: there is no record, or no outline that this version can read."""
+
+    def read(payload: bytes | None) -> RequestOutline | None:
+        try:
+            return decode_outline(payload) if payload is not None else None
+        except msgspec.DecodeError:
+            return None
+
+    return Call(
+        lambda answers: list(map(read, answers)), commands=tuple(("HGET", keys.record(model, each), "outline") for each in ids)
+    )
+
+
+def repeated(models: Sequence[str], tenant: str, key: str) -> Call[tuple[str, Repeated] | None]:
+    """The request that this tenant sent with this Idempotency-Key, and its canonical model."""
+
+    def decode(answers: list[Any]) -> tuple[str, Repeated] | None:
+        for model, value in zip(models, answers, strict=True):
+            if value is not None:
+                body_hash, request_id = value.decode().split(" ")
+                return model, Repeated(request_id, body_hash)
+        return None
+
+    return Call(decode, commands=tuple(("GET", keys.idempotency(model, tenant, key)) for model in models))
 
 
 def stored_output(model: str, request_id: str) -> Call[StoredOutput | None]:

@@ -22,6 +22,7 @@ OPERATIONS = [
     ("POST", "/detokenize"),
     ("GET", "/v1/requests"),
     ("GET", "/v1/requests/{request_id}"),
+    ("GET", "/v1/requests/{request_id}/stream"),
     ("DELETE", "/v1/requests/{request_id}"),
     ("POST", "/v1/requests/{request_id}/cancel"),
     ("GET", "/health"),

@@ -12,11 +12,15 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from engine.bus import control, keys, leases, records, transitions
+from engine.bus.attachments import attach
+from engine.bus.call import Call
 from engine.bus.connection import Bus
+from engine.bus.enqueue import AdmissionLimits, enqueue
 from engine.bus.queue_depth import queue_depth
-from engine.protocol import Abort
+from engine.protocol import Abort, RequestFacts
 from ops import tasks
 from ops.usage import usage_rows
 from tests.engine.bus.ledger_world import World
@@ -104,6 +108,22 @@ def test_requests_of_dead_processes_end_within_15_seconds(world: World) -> None:
     assert [world.record(name).state for name in ("kept", "waiting too")] == ["running", "queued"]
     (row,) = usage_rows(world.bus)
     assert (row.totals.requests, row.totals.reasons) == (3, {"abort": 1, "error": 1, "stop": 1})
+
+
+def test_a_request_of_a_dead_api_server_gets_its_grace_time(world: World, task_bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "api_absent", lambda client: Call(lambda answers: client == "dead", commands=(("TIME",),)))
+    world.engine()
+    limits = AdmissionLimits(require_engine=False)
+    for name, grace in (("none", 0.0), ("short", 0.05), ("long", 60.0), ("attached", 0.05)):
+        request = replace(world.request(name, client="dead"), facts=RequestFacts(grace=grace))
+        world.bus.run(enqueue(world.model, [request], limits))
+    assert tasks.reap_api_servers() == 1
+    world.bus.run(attach(world.model, "alive", [("attached", 1)]))
+    wait_for(tasks.reap_api_servers, "the end of the short grace time")
+    assert tasks.reap_api_servers() == 0
+    states = {name: world.record(name).state for name in ("none", "short", "long", "attached")}
+    assert states == {"none": "ended", "short": "ended", "long": "queued", "attached": "queued"}
+    world.check_integrity()
 
 
 def test_killed_in_mid_task_and_two_at_once_every_line_counts_once(world: World) -> None:

@@ -47,8 +47,11 @@ class Format(AnswerFormat):
         self.failure: Exception | None = None
         self.on_chunks: Callable[[ChoiceOutput], None] = lambda output: None
 
-    def opening(self) -> Iterable[bytes]:
-        return [b"<open>"]
+    def opening(self) -> bytes:
+        return b"<open>"
+
+    def _opening(self) -> Iterable[bytes]:
+        raise NotImplementedError
 
     def chunks(self, output: ChoiceOutput) -> bytes:
         self.on_chunks(output)
@@ -58,8 +61,8 @@ class Format(AnswerFormat):
             return b""
         return f"{output.index}:{output.text}{'.' if output.finish_reason is not None else ''};".encode()
 
-    def closing(self) -> Iterable[bytes]:  # type: ignore[override]
-        return [b"<close>"]
+    def closing(self) -> bytes:
+        return b"<close>"
 
     def is_long(self, output: ChoiceOutput) -> bool:
         return output.text == "long"

@@ -1,0 +1,150 @@
+"""Answers to requests that any API server enqueued before: a stream continued behind its client's last event, the kept answer of an
+ended one, a retry with the same Idempotency-Key.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from fastapi import Request
+from starlette.responses import Response
+
+from api.app_state import Service, service_of
+from api.errors import ApiError, NotFound
+from api.http.headers import header
+from api.http.request_ids import answer_headers, sibling_ids
+from api.http.response_writer import response_writer
+from api.preparation.task import Task
+from api.request.prompts import Prompt
+from api.response.answer import WholeAnswer, whole_body, whole_response
+from api.response.chat_format import ChatFormat
+from api.response.chunk_format import AnswerFormat
+from api.response.completion_format import CompletionFormat
+from api.response.generation import Generation
+from api.response.sse import EventSink, EventStream
+from api.response.stream_position import StreamPosition
+from engine.bus import records
+from engine.bus.records import RecordView
+from engine.client.request_stream import RequestStream
+from engine.protocol import PROTOCOL_VERSION, EngineCoreRequest, FinishReason, RequestOutline
+
+LAST_EVENT_ID = b"last-event-id"
+FORMATS: dict[str, type[AnswerFormat]] = {"/v1/chat/completions": ChatFormat, "/v1/completions": CompletionFormat}
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """The request of one HTTP request, as Redis has it."""
+
+    model: str  # canonical
+    generation: Generation
+    requests: list[EngineCoreRequest]  # one a prompt, with handles of this server; of their prompts only what answers show
+
+    def format(self, service: Service, position: StreamPosition | None = None) -> AnswerFormat:
+        return FORMATS[self.generation.task.endpoint](self.generation, service.config, position)
+
+
+async def recall(service: Service, model: str, record: RecordView) -> Recalled:
+    """The HTTP request that the request of `record` belongs to. Raises NotFound, ServiceUnavailable, BusUnavailable."""
+    (first,) = await service.bus.run(records.outlines(model, [record.id]))
+    if first is None or first.facts.endpoint not in FORMATS:
+        raise NotFound(f"The answer of request '{record.id}' is not kept.", param="request_id")
+    ids, outlines = [record.id], [first]
+    if first.facts.num_prompts > 1:
+        ids = sibling_ids(record.id, first.facts.external_id, first.facts.num_prompts)
+        found = await service.bus.run(records.outlines(model, ids))
+        outlines = [outline for outline in found if outline is not None]
+        if len(outlines) < len(ids):
+            raise NotFound(f"The answer of request '{record.id}' is not kept any more.", param="request_id")
+    facts = first.facts
+    task = Task(
+        facts.endpoint,
+        await service.models.resolve(service.client, facts.model),
+        [_prompt(outline) for outline in outlines],
+        [outline.sampling for outline in outlines],
+        facts.answer,
+        facts.stream,
+    )
+    generation = Generation(
+        task, facts.external_id or record.id, ids, facts.created, record.tenant, service.attached_observer, facts.grace
+    )
+    requests = [
+        EngineCoreRequest(
+            PROTOCOL_VERSION,
+            request_id,
+            prompt.token_ids.tobytes(),
+            outline.sampling,
+            service.client.incarnation,
+            service.client.next_handle(),
+            tenant=record.tenant,
+            facts=outline.facts,
+        )
+        for request_id, prompt, outline in zip(ids, task.prompts, outlines, strict=True)
+        if isinstance(prompt.token_ids, array)
+    ]
+    return Recalled(model, generation, requests)
+
+
+def _prompt(outline: RequestOutline) -> Prompt:
+    """With the tokens that the outline has. Those before stand as zeros: the answer counts them and shows nothing of them."""
+    tokens = array("i", bytes(4 * outline.num_prompt_tokens - len(outline.prompt_token_ids)))
+    tokens.frombytes(outline.prompt_token_ids)
+    return Prompt(tokens, outline.facts.prompt_text)
+
+
+async def continued_stream(request: Request, recalled: Recalled, starting_after: str | None = None) -> Response:
+    """A stream of the events behind the one whose id the client gives: in Last-Event-ID, else `starting_after`; all without one.
+
+    It becomes the one stream that listens to the request. Raises BadRequest, BusUnavailable.
+    """
+    service, generation = service_of(request), recalled.generation
+    last = header(request.scope, LAST_EVENT_ID) or starting_after
+    num_choices = generation.task.num_choices
+    position = StreamPosition.parse(last, num_choices) if last else StreamPosition(num_choices)
+    events = generation.sink = EventSink(recalled.format(service, position), service.output_budget)
+    try:
+        generation.begin(await service.client.attach(recalled.model, recalled.requests, generation.runs))
+    except BaseException:
+        events.close()
+        raise
+    return EventStream(
+        generation, events, answer_headers(generation.external_id, generation.internal_ids), service.config.sse_keep_alive_interval
+    )
+
+
+async def followed_answer(request: Request, recalled: Recalled) -> Response:
+    """The whole answer, once the request has ended; the stream that listens to it is left alone."""
+    service, generation = service_of(request), recalled.generation
+    whole = generation.sink = WholeAnswer(generation.task.num_choices)
+    generation.begin(service.client.follow(recalled.model, recalled.requests, generation.runs))
+    writer = response_writer(request.scope)
+    return await whole_response(
+        generation, whole, recalled.format(service), writer, answer_headers(generation.external_id, generation.internal_ids)
+    )
+
+
+async def stored_answer(service: Service, recalled: Recalled) -> bytes | None:
+    """The answer of an ended request, as its endpoint gives it, JSON. None: it failed, or its output is not kept any more."""
+    generation = recalled.generation
+    whole = generation.sink = WholeAnswer(generation.task.num_choices)
+    generation.begin([])
+    try:
+        for request, run in zip(recalled.requests, generation.runs, strict=True):
+            stored = await service.bus.run(records.stored_output(recalled.model, request.request_id))
+            if stored is None:
+                return None
+            RequestStream(request, recalled.model, run, _nothing_to_finish, _nothing_to_close).take_stored(stored)
+        return await whole_body(generation, await whole.choices(), recalled.format(service))
+    except ApiError:
+        return None
+    finally:
+        generation.close()
+
+
+def _nothing_to_finish(stream: RequestStream, choice: int, reason: FinishReason, keep: int, stop_reason: str | None) -> None:
+    """A stop string found in stored output: the request has ended."""
+
+
+def _nothing_to_close(stream: RequestStream) -> None:
+    """The stream was never a client's."""
