@@ -1,6 +1,6 @@
 """/v1/requests: list, inspect and cancel requests by id. A key shows its own tenant's, an admin key all.
 
-Cancelling answers when the request's blocks are free, with the tokens made so far. Records hold counts and times, no text.
+Cancelling answers when the request's blocks are free, with the tokens made so far. Listings show counts and times, no text.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The record of a request, as read from its hash, and the calls that read records. A record never holds prompt text or token ids of
-the prompt; the whole output is in it once the request's engine has ended it."""
+"""The record of a request, as read from its hash, and the calls that read records. A record holds no prompt, unless its answer has
+one; the whole output is in it once the request's engine has ended it."""
 
 from __future__ import annotations
 

@@ -127,20 +127,21 @@ local function expire_external(external_id, retention)
   redis.call('PEXPIRE', EXTERNAL .. external_id, retention)
 end
 
--- Results of ended requests share a budget of bytes: the oldest ones give way. KEPT lists them in the order of their ends, as
+-- Results of ended requests, their outputs and what their answers are written from, share a budget of bytes: the oldest ones give way. KEPT lists them in the order of their ends, as
 -- `<bytes> <id>`; LOAD has their sum.
 local function drop_oldest_output()
   local oldest = redis.call('LPOP', KEPT)
   if not oldest then return false end
   local size, id = string.match(oldest, '^(%d+) (.*)$')
   add_sum('kept', -tonumber(size))
-  if redis.call('HDEL', RECORD .. id, 'output') == 1 then redis.call('HSET', RECORD .. id, 'output_dropped', '1') end
+  if redis.call('HDEL', RECORD .. id, 'output', 'outline') > 0 then redis.call('HSET', RECORD .. id, 'output_dropped', '1') end
   return true
 end
 
 local function keep_output(id, budget)
   local size = redis.call('HSTRLEN', RECORD .. id, 'output')
   if size == 0 then return end
+  size = size + redis.call('HSTRLEN', RECORD .. id, 'outline')
   redis.call('RPUSH', KEPT, string.format('%d', size) .. ' ' .. id)
   add_sum('kept', size)
   while tonumber(redis.call('HGET', LOAD, 'kept') or 0) > budget and drop_oldest_output() do end

@@ -242,8 +242,23 @@ async def test_a_retry_finds_the_request_whose_client_gave_up(pair: Pair) -> Non
         assert len([each for each in listed if each["max_tokens"] == 200]) == 1
 
 
+async def test_a_stopping_server_hands_its_resumable_streams_on(pair: Pair) -> None:
+    process, url = pair.server.start_api("--shutdown-timeout", "30")
+    pair.server.wait_until_healthy(url)
+    body = {**TEXT, "max_tokens": 150}
+    async with httpx.AsyncClient(base_url=url, headers=ALICE, timeout=60) as stopping, pair.client(1) as there:
+        want = merged((await streamed(there, COMPLETIONS, body))[1])
+        async with stopping.stream("POST", COMPLETIONS, json={"stream": True, "resumable": True, **body}) as answer:
+            request_id = answer.headers["x-headrace-request-id"]
+            process.send_signal(signal.SIGTERM)
+            seen = await events_of(answer)
+        assert seen[-2][1]["error"]["code"] == 503
+        told = seen[:-2]
+        assert merged(told + await continued(there, request_id, told[-1][0] if told else "")) == want
+    assert pair.server.ended(process) == 0
+
+
 async def test_streams_of_a_killed_api_server_go_on_at_the_other(pair: Pair) -> None:
-    """The last of the module: one server is gone then."""
     process, url = pair.server.start_api()
     pair.server.wait_until_healthy(url)
     body = {**TEXT, "max_tokens": 120, "n": 2, "stop": ["zzzz never"]}
