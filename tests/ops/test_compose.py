@@ -126,7 +126,7 @@ def answer(redis_url: str, *arguments: str) -> Any:
         ("engine", ("SET", "headrace:api:{1}", "x")),
         ("engine", ("DEL", "headrace:{m}:usage:days")),
         ("engine", ("SET", "elsewhere", "x")),
-        ("maintenance", ("XADD", "headrace:{m}:journal:0:1", "*", "a", "b")),
+        ("maintenance", ("HSET", "headrace:{m}:progress:0", "call", "1")),
         ("maintenance", ("SET", "headrace:{m}:tokenizer:x", "y")),
         ("maintenance", ("PUBLISH", "elsewhere", "x")),
         ("maintenance", ("SCRIPT", "FLUSH")),
