@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from api.text.tokenizer import TextTokenizer
 from tests.api.live_server import LiveServer, sse_events
+from tests.api.request_states import until_state
+from tests.api.resuming import broken_streams, continued, merged, streamed
 
 GREEDY = {"temperature": 0, "max_tokens": 10}
 PROMPTS = [
@@ -22,7 +27,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def server(smollm2_gguf: Path) -> Iterator[LiveServer]:
-    engine = ("--max-model-len", "512", "--num-gpu-blocks-override", "200", "--max-num-seqs", "16")
+    engine = ("--max-model-len", "512", "--num-gpu-blocks-override", "200", "--max-num-seqs", "24")
     with LiveServer(smollm2_gguf, engine, ("--enable-prompt-tokens-details",), name="smollm2") as server:
         yield server
 
@@ -184,3 +189,50 @@ def test_cached_prompt_tokens_are_told(server: LiveServer) -> None:
     assert second["prompt_tokens_details"] == {"cached_tokens": 96}
     other = server.http.post("/v1/completions", json={**body, "cache_salt": "other"}, timeout=120).json()
     assert other["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+async def test_streams_continue_at_another_server_within_characters_and_stop_strings(
+    server: LiveServer, tokenizer: TextTokenizer
+) -> None:
+    """At each event, whole and once."""
+    _, other = server.start_api()
+    server.wait_until_healthy(other)
+    emoji = {"allowed_token_ids": tokenizer.encode("🚀"), "max_tokens": 12, "temperature": 1.0, "seed": 4}
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as here, httpx.AsyncClient(base_url=other, timeout=120) as there:
+        for body in (
+            {"prompt": "Launch:", **emoji},
+            {"prompt": tokenizer.encode("Launch 🚀")[:-1], **emoji, "n": 2, "echo": True},
+            {"prompt": "1, 2, 3, 4, 5,", "temperature": 0, "max_tokens": 60, "stop": ["12", ", 11, 13"], "logprobs": 1},
+        ):
+            request_id, whole = await streamed(here, "/v1/completions", body)
+            want = merged(whole)
+            answer = (await there.get(f"/v1/requests/{request_id}")).json()["answer"]
+            assert [want[choice["index"]]["text"] for choice in answer["choices"]] == [each["text"] for each in answer["choices"]]
+            for count in range(1, len(whole)):
+                assert merged(whole[:count] + await continued(there, request_id, whole[count - 1][0])) == want
+
+
+async def test_sixteen_streams_of_a_killed_server_go_on_at_another(server: LiveServer) -> None:
+    """The text that each client has in the end is that of the stored answer, whole and once."""
+    process, url = server.start_api()
+    server.wait_until_healthy(url)
+    chats = [
+        {
+            "messages": [{"role": "user", "content": f"Tell me about the number {number}."}],
+            "max_tokens": 48,
+            "n": 1 + number % 2,
+            "temperature": 0.8,
+            "stop": [["never said"], ["the", "."]][number % 4 == 0],
+            "min_tokens": 24,
+        }
+        for number in range(16)
+    ]
+    async with httpx.AsyncClient(base_url=url, timeout=120) as doomed, httpx.AsyncClient(base_url=server.url, timeout=120) as http:
+        pieces = await broken_streams(doomed, "/v1/chat/completions", chats, 6, lambda: process.send_signal(signal.SIGKILL))
+        server.ended(process)
+        rest = await asyncio.gather(*[continued(http, request_id, before[-1][0]) for request_id, before in pieces])
+        for (request_id, before), after in zip(pieces, rest, strict=True):
+            told = merged(before + after)
+            for choice in (await until_state(http, request_id, "ended"))["answer"]["choices"]:
+                mine, end = told[choice["index"]], (choice["finish_reason"], choice["stop_reason"])
+                assert (mine["text"], mine["ends"]) == (choice["message"]["content"], [end])

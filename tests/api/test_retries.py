@@ -13,6 +13,7 @@ import pytest
 from tests.api.conftest import NULL_ENGINE
 from tests.api.live_server import LiveServer, sse_events
 from tests.api.request_states import until_live
+from tests.api.resuming import continued, merged, streamed
 
 KEYS = 40
 RETRIES = 25  # of each key
@@ -63,3 +64,20 @@ def told(answer: httpx.Response) -> str:
             for choice in event["choices"]:
                 texts[choice["index"]] += choice["text"] + (f"<{choice['finish_reason']}>" if choice["finish_reason"] else "")
     return str(sorted(texts.items()))
+
+
+async def test_a_stream_taken_up_elsewhere_survives_the_death_of_its_engine(server: LiveServer) -> None:
+    """One is attached while it runs, one while it waits for the next engine."""
+    _, other = server.start_api()
+    server.wait_until_healthy(other)
+    body = {"prompt": "on and on", "max_tokens": 120, "n": 2, "seed": 9, "logprobs": 1}
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as here, httpx.AsyncClient(base_url=other, timeout=60) as there:
+        want = merged((await streamed(here, "/v1/completions", body))[1])
+        first, before = await streamed(here, "/v1/completions", body, most=20)
+        second, early = await streamed(here, "/v1/completions", body, most=20)
+        before += await continued(there, first, before[-1][0], most=20)
+        taking = asyncio.create_task(continued(here, first, before[-1][0]))
+        server.restart_engine()
+        late = asyncio.create_task(continued(there, second, early[-1][0]))
+        assert merged(before + await taking) == want
+        assert merged(early + await late) == want

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import pytest
 from tests.api.conftest import KEYS, NULL_ENGINE
 from tests.api.live_server import LiveServer
 from tests.api.request_states import until_state
+from tests.api.resuming import broken_streams, continued, events_of, merged, streamed
 
 ALICE = {"Authorization": f"Bearer {KEYS['alice']}"}
 BOB = {"Authorization": f"Bearer {KEYS['bob']}"}
@@ -43,64 +43,6 @@ def pair(smollm2_gguf: Path) -> Iterator[Pair]:
         process, url = server.start_api()
         server.wait_until_healthy(url)
         yield Pair(server, [server.url, url], [server.api, process])
-
-
-Event = tuple[str, Any]  # id, data
-
-
-async def events_of(answer: httpx.Response, most: int = 1 << 30) -> list[Event]:
-    """The events of a stream, or the first ones."""
-    found: list[Event] = []
-    last_id = ""
-    if most == 0:
-        return found
-    async for line in answer.aiter_lines():
-        if line.startswith("id: "):
-            last_id = line.removeprefix("id: ")
-        elif line.startswith("data: "):
-            payload = line.removeprefix("data: ")
-            found.append((last_id, payload if payload == "[DONE]" else json.loads(payload)))
-            if len(found) == most:
-                break
-    return found
-
-
-async def streamed(
-    http: httpx.AsyncClient, path: str, body: dict[str, Any], most: int = 1 << 30, **headers: str
-) -> tuple[str, list[Event]]:
-    async with http.stream("POST", path, json={"stream": True, "resumable": True, **body}, headers=headers) as answer:
-        assert answer.status_code == 200, await answer.aread()
-        return answer.headers["x-headrace-request-id"].partition(", ")[0], await events_of(answer, most)
-
-
-async def continued(http: httpx.AsyncClient, request_id: str, last_id: str = "", most: int = 1 << 30) -> list[Event]:
-    headers = {"Last-Event-ID": last_id} if last_id else {}
-    async with http.stream("GET", f"/v1/requests/{request_id}/stream", headers=headers) as answer:
-        assert answer.status_code == 200, await answer.aread()
-        return await events_of(answer, most)
-
-
-def merged(events: list[Event]) -> dict[str, Any]:
-    """What a client has of a stream: of each choice its text, logprobs, token ids and end; how often each came; the usage."""
-    told: dict[str, Any] = {"openings": 0, "usage": [], "done": 0}
-    for _, event in events:
-        if event == "[DONE]":
-            told["done"] += 1
-            continue
-        assert "error" not in event, event
-        if not event["choices"]:
-            told["usage"].append(event["usage"])
-        for item in event["choices"]:
-            choice = told.setdefault(item["index"], {"text": "", "logprobs": [], "token_ids": [], "ends": []})
-            delta = item.get("delta", {})
-            told["openings"] += "role" in delta
-            choice["text"] += item.get("text") or delta.get("content") or ""
-            logprobs = item["logprobs"] or {}
-            choice["logprobs"] += logprobs.get("content") or logprobs.get("token_logprobs") or []
-            choice["token_ids"] += item.get("token_ids") or []
-            if item["finish_reason"]:
-                choice["ends"].append((item["finish_reason"], item.get("stop_reason")))
-    return told
 
 
 @dataclass(frozen=True)
@@ -261,33 +203,11 @@ async def test_a_stopping_server_hands_its_resumable_streams_on(pair: Pair) -> N
 async def test_streams_of_a_killed_api_server_go_on_at_the_other(pair: Pair) -> None:
     process, url = pair.server.start_api()
     pair.server.wait_until_healthy(url)
-    body = {**TEXT, "max_tokens": 120, "n": 2, "stop": ["zzzz never"]}
+    bodies = [{**TEXT, "max_tokens": 120, "n": 1 + number % 2, "stop": ["zzzz never"]} for number in range(16)]
     async with httpx.AsyncClient(base_url=url, headers=ALICE, timeout=60) as doomed, pair.client(1) as there:
-        want = merged((await streamed(there, COMPLETIONS, body))[1])
-
-        async def until_it_breaks() -> tuple[str, list[Event]]:
-            found: list[Event] = []
-            async with doomed.stream("POST", COMPLETIONS, json={"stream": True, "resumable": True, **body}) as answer:
-                request_id = answer.headers["x-headrace-request-id"]
-                try:
-                    async for line in answer.aiter_lines():
-                        if line.startswith("id: "):
-                            last = line.removeprefix("id: ")
-                        elif line.startswith("data: "):
-                            found.append((last, json.loads(line.removeprefix("data: "))))
-                        if len(found) == 20:
-                            begun.append(request_id)
-                except httpx.TransportError:
-                    pass
-            return request_id, found
-
-        begun: list[str] = []
-        broken = [asyncio.create_task(until_it_breaks()) for _ in range(16)]
-        while len(set(begun)) < 16:
-            await asyncio.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
+        wanted = [merged((await streamed(there, COMPLETIONS, body))[1]) for body in bodies[:2]]
+        pieces = await broken_streams(doomed, COMPLETIONS, bodies, 20, lambda: process.send_signal(signal.SIGKILL))
         pair.server.ended(process)
-        seen = await asyncio.gather(*broken)
-        rest = await asyncio.gather(*[continued(there, request_id, events[-1][0]) for request_id, events in seen])
-    for (_, before), after in zip(seen, rest, strict=True):
-        assert merged(before + after) == want
+        rest = await asyncio.gather(*[continued(there, request_id, before[-1][0]) for request_id, before in pieces])
+    for number, ((_, before), after) in enumerate(zip(pieces, rest, strict=True)):
+        assert merged(before + after) == wanted[number % 2]
