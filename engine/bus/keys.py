@@ -113,7 +113,8 @@ def kept(model: str) -> str:
 
 
 def externals(model: str) -> str:
-    """Hash: client-given id -> requests under it that have not ended. Ids of none are absent."""
+    """Hash, of client-given ids with requests that have not ended: `live:<id>`, how many; `last:<id>`, epoch milliseconds at which
+    the last record of those that ended goes."""
     return _of(model, "externals")
 
 

@@ -116,13 +116,6 @@ def reclaim_slot(model: str, slot: str, incarnation: int, ttl: float = SLOT_TTL)
     return Call(lambda answers: reclaim, commands=(("SADD", keys.models(), model),))
 
 
-def release_slot(model: str, slot: str, incarnation: int) -> Call[bool]:
-    """Give the slot back, with nothing in flight any more. False: it was not owned by this incarnation any more."""
-    return Call(
-        bool, script("release"), (keys.owner(model, slot), keys.slot(model, slot), keys.slot_info(model, slot)), (incarnation,)
-    )
-
-
 def models() -> Call[list[str]]:
     """Every model that had an engine, by name."""
     return Call(lambda answers: sorted(name.decode() for name in answers[0]), commands=(("SMEMBERS", keys.models()),))

@@ -65,10 +65,10 @@ def enqueue(bus: Bus, external_id: str, number: int) -> str:
 
 
 def take(bus: Bus, slot: ClaimedSlot, request_id: str, step: int) -> None:
-    bus.run(transitions.take(MODEL, slot.slot, slot.incarnation, 1, 16))
+    bus.run(transitions.take(MODEL, slot.slot, slot.incarnation, "f", step, 1, 16))
     now = time.time()
     started = [(request_id, {"received": str(now), "scheduled": str(now + 0.25)})]
-    bus.run(transitions.flush(MODEL, slot.slot, slot.incarnation, step, started=started))
+    bus.run(transitions.flush(MODEL, slot.slot, slot.incarnation, step - 1, step, started=started))
 
 
 def headrace(redis_url: str, *arguments: str) -> Result:
@@ -96,7 +96,7 @@ class Obedient(threading.Thread):
                 reply = (keys.client_channel(command.reply_to), encode(ControlReply(command.token, num_tokens=5)))
                 notices = [] if self._silent else [reply]
                 place = (MODEL, self._slot.slot, self._slot.incarnation)
-                bus.run(transitions.flush(*place, 1000, ended=[ended], notices=notices))
+                bus.run(transitions.flush(*place, 1, 2, ended=[ended], notices=notices))
 
 
 def test_ages_are_told_by_redis_clock(bus: Bus, redis_url: str, slot: ClaimedSlot, monkeypatch: pytest.MonkeyPatch) -> None:

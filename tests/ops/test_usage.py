@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, date, datetime, timedelta
 
-from engine.bus import keys, usage
+from engine.bus import keys, transitions, usage
 from engine.bus.usage import UsageTotals
 from ops.usage import UsageRow, usage_rows
 from tests.engine.bus.ledger_world import World
@@ -17,12 +17,11 @@ def test_usage_rows_sum_ended_requests_by_model_and_tenant(redis_url: str) -> No
                 each.request("done", tokens=10, tenant=tenant) if tenant == "alice" else each.request("cut", tenant=tenant)
             )
             engine = each.engine()
-            each.take(engine)
+            (taken,) = each.bus.run(each.take_call(engine))
             if tenant == "alice":
                 each.end(engine, "done")
             else:
-                each.crash(engine)
-                each.fail_engine(engine)
+                each.bus.run(transitions.reject(each.model, engine.slot, engine.incarnation, taken.entry, "it cannot be run"))
         today = datetime.now(UTC).date()
         done = UsageTotals(1, 10, 1, 4, {"stop": 1})
         expected = [

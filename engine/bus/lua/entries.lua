@@ -29,8 +29,7 @@ local function add_entry(id, payload, fields)
   local external_id = field_of(fields, 'external_id')
   local index = EXTERNAL .. external_id
   redis.call('ZADD', index, NOW, id)
-  redis.call('HINCRBY', EXTERNALS, external_id, 1)
   trim_external(index)
-  redis.call('PERSIST', index)
+  keep_external(external_id)
   return entry
 end

@@ -10,7 +10,8 @@ local ERROR = 'The engine that ran this request died, and no engine came to cont
 
 local ended = 0
 local before = string.format('%.6f', tonumber(NOW) - tonumber(failover) / 1000)
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', ORPHANS, '-inf', before, 'LIMIT', 0, most)) do
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', ORPHANS, '-inf', before)) do
+  if ended >= tonumber(most) then break end
   local fingerprint = redis.call('HGET', RECORD .. id, 'fingerprint')
   if not fingerprint then
     redis.call('ZREM', ORPHANS, id)

@@ -14,6 +14,7 @@ local GROUP = 'engines'
 -- Epoch seconds with microseconds by Redis' clock, which is everybody's: those of the machines around it may differ by hours.
 local TIME = redis.call('TIME')
 local NOW = string.format('%d.%06d', TIME[1], TIME[2])
+local CLOCK = tonumber(TIME[1]) * 1000 + math.floor(tonumber(TIME[2]) / 1000) -- the same in milliseconds
 local EXTERNAL_KEPT = 128 -- requests found under one client-given id, besides live ones
 local OLD_RETENTION = 3600000 -- ms, of a record whose `enqueue` was an older version's and wrote none
 
@@ -120,11 +121,27 @@ local function add_usage(id)
     'output_tokens', record[5] or '0')
 end
 
--- The index of a client-given id goes with the record of the last request under it. EXTERNALS counts the live ones of each.
+-- The index of a client-given id goes with the last of the records under it. Of each id EXTERNALS counts the live requests, and has
+-- when the last record of those that ended goes.
 local function expire_external(external_id, retention)
-  if redis.call('HINCRBY', EXTERNALS, external_id, -1) > 0 then return end
-  redis.call('HDEL', EXTERNALS, external_id)
-  redis.call('PEXPIRE', EXTERNAL .. external_id, retention)
+  local live, last = 'live:' .. external_id, 'last:' .. external_id
+  local goes = math.max(CLOCK + tonumber(retention), tonumber(redis.call('HGET', EXTERNALS, last) or 0))
+  if redis.call('HINCRBY', EXTERNALS, live, -1) > 0 then
+    redis.call('HSET', EXTERNALS, last, string.format('%.0f', goes))
+  else
+    redis.call('HDEL', EXTERNALS, live, last)
+    redis.call('PEXPIREAT', EXTERNAL .. external_id, string.format('%.0f', goes))
+  end
+end
+
+-- A new request under the id: its index stays.
+local function keep_external(external_id)
+  redis.call('HINCRBY', EXTERNALS, 'live:' .. external_id, 1)
+  local left = redis.call('PTTL', EXTERNAL .. external_id)
+  if left > 0 then
+    redis.call('HSET', EXTERNALS, 'last:' .. external_id, string.format('%.0f', CLOCK + left))
+    redis.call('PERSIST', EXTERNAL .. external_id)
+  end
 end
 
 -- Results of ended requests, their outputs and what their answers are written from, share a budget of bytes: the oldest ones give way. KEPT lists them in the order of their ends, as

@@ -23,6 +23,9 @@ local function claim_back(id, record)
   if give_to(id, entry, slot, incarnation, fingerprint, consumer) then
     held[entry] = true
   else -- the entry is gone: it is made anew with the record
+    local named = redis.call('HMGET', RECORD .. id, 'client', 'external_id', 'retention')
+    add_request(record[4], named[1], tonumber(record[5]), -1)
+    expire_external(named[2], named[3] or OLD_RETENTION)
     redis.call('DEL', RECORD .. id)
     redis.call('ZREM', LIVE, id)
     unknown[#unknown + 1] = id

@@ -74,8 +74,6 @@ local last = tonumber(redis.call('HGET', PROGRESS, 'call') or 0)
 if tonumber(number) == last then return taken_before() end
 if tonumber(number) < last then return {} end
 
-local clock = tonumber(TIME[1]) * 1000 + math.floor(tonumber(TIME[2]) / 1000)
-
 -- Slot -> height (choices in flight), places and room (tokens) of everybody who shares, the caller among them.
 local function find_vessels()
   local said, found = redis.call('HGETALL', SHARES), {}
@@ -85,7 +83,7 @@ local function find_vessels()
   end
   for i = 1, #said, 2 do
     local holder, its_places, its_room, asked = string.match(said[i + 1], '^(%d+) (%d+) (-?%d+) (%d+)$')
-    if holder and clock - tonumber(asked) <= tonumber(share_ttl) and redis.call('GET', ANY_SLOT .. said[i]) == holder then
+    if holder and CLOCK - tonumber(asked) <= tonumber(share_ttl) and redis.call('GET', ANY_SLOT .. said[i]) == holder then
       add(said[i], its_places, its_room)
     end
   end
@@ -97,7 +95,7 @@ local vessels = find_vessels()
 local me = vessels[slot]
 
 local function say_places()
-  local said = string.format('%d %.0f %d', math.max(0, me.places), me.room, clock)
+  local said = string.format('%d %.0f %d', math.max(0, me.places), me.room, CLOCK)
   redis.call('HSET', SHARES, slot, incarnation .. ' ' .. said)
 end
 

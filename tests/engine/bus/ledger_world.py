@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import redis
@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from engine.bus import keys, leases, records, transitions
 from engine.bus.call import Call
 from engine.bus.connection import Bus
-from engine.bus.enqueue import AdmissionLimits, Enqueued, Refused, enqueue
+from engine.bus.enqueue import AdmissionLimits, Enqueued, Refused, enqueue, first_fields
 from engine.bus.leases import ClaimedSlot
 from engine.bus.records import RecordView
-from engine.bus.transitions import EndedRequest, FinishOutcome, Flushed, Taken, TakenOver
+from engine.bus.transitions import Difference, EndedRequest, FinishOutcome, Flushed, OutputPart, Taken, TakenOver
 from engine.protocol import (
     Abort,
     ClientMessage,
@@ -54,6 +54,7 @@ class Engine:
         self.flushes = itertools.count(1)
         self.takes = itertools.count(1)
         self.running: list[str] = []
+        self.entries: dict[str, str] = {}  # of all that it took, by id
         self.fingerprint = "f"
 
 
@@ -99,17 +100,21 @@ class World:
         )
 
     def take_call(
-        self, engine: Engine, count: int = 1, places: int | None = None, room: int = transitions.UNBOUNDED
+        self, engine: Engine, count: int = 1, places: int | None = None, room: int = transitions.UNBOUNDED, **how: bool
     ) -> Call[list[Taken]]:
         """`places`: how many more choices the engine could run; None: as many as it asks for. `room`: tokens of its KV cache."""
         number = next(engine.takes)
         places = count if places is None else places
-        return transitions.take(self.model, engine.slot, engine.incarnation, engine.fingerprint, number, count, places, room)
+        place = (self.model, engine.slot, engine.incarnation, engine.fingerprint)
+        return transitions.take(*place, number, count, places, room, **how)
 
-    def take(self, engine: Engine, count: int = 1, places: int | None = None, room: int = transitions.UNBOUNDED) -> list[str]:
-        taken = self.bus.run(self.take_call(engine, count, places, room))
+    def take(
+        self, engine: Engine, count: int = 1, places: int | None = None, room: int = transitions.UNBOUNDED, **how: bool
+    ) -> list[str]:
+        taken = self.bus.run(self.take_call(engine, count, places, room, **how))
         ids = [decode_request(each.payload).request_id for each in taken]
         engine.running += ids
+        engine.entries |= dict(zip(ids, (each.entry for each in taken), strict=True))
         return ids
 
     def flush_call(
@@ -122,6 +127,22 @@ class World:
     def end(self, engine: Engine, *ids: str, reason: FinishReason = FinishReason.STOP) -> Flushed:
         engine.running = [name for name in engine.running if name not in ids]
         return self.bus.run(self.flush_call(engine, ids, reason, started=[(name, {"scheduled": "5.5"}) for name in ids]))
+
+    def checkpoint(self, engine: Engine, *ids: str, flushed: int = 0, goes_well: bool = False) -> int:
+        """Outputs of these requests, whatever they are, leave the journal."""
+        parts = [OutputPart(name, f"output of {name}".encode(), goes_well) for name in ids]
+        return self.bus.run(transitions.checkpoint(self.model, engine.slot, engine.incarnation, parts, flushed))
+
+    def reconcile(self, engine: Engine, *held: str) -> Difference:
+        """`held`: of the ids; their entries are what the records say, or said when the engine took them."""
+        pairs = [(name, engine.entries.get(name, "0-1")) for name in held]
+        place = (self.model, engine.slot, engine.incarnation, engine.fingerprint)
+        return self.bus.run(transitions.reconcile(*place, pairs))
+
+    def rebuild(self, engine: Engine, *requests: EngineCoreRequest) -> list[str]:
+        place = (self.model, engine.slot, engine.incarnation, engine.fingerprint)
+        rebuilt = [(request.request_id, encode(request), first_fields(request, self.model)) for request in requests]
+        return self.bus.run(transitions.rebuild(*place, rebuilt))
 
     def finish(self, request_id: str, **command: Any) -> FinishOutcome:
         return self.bus.run(transitions.finish(self.model, request_id, Abort(request_id, **command)))
@@ -143,6 +164,22 @@ class World:
         view = self.bus.run(records.record(self.model, request_id))
         assert view is not None
         return view
+
+    def save(self) -> dict[bytes, tuple[bytes, int]]:
+        """All keys, as Redis' file has them."""
+        return {key: (dump, max(0, self.raw.pttl(key))) for key in self.raw.keys() if (dump := self.raw.dump(key)) is not None}
+
+    def restore(self, saved: dict[bytes, tuple[bytes, int]]) -> None:
+        """Redis comes back with what it had then."""
+        self.raw.flushall()
+        for key, (dump, ttl) in saved.items():
+            self.raw.restore(key, ttl, dump)
+
+    def roll_back_over(self, act: Callable[[], object]) -> None:
+        """`act` happened, and Redis does not know any more."""
+        saved = self.save()
+        act()
+        self.restore(saved)
 
     # What Redis holds
 
@@ -167,11 +204,11 @@ class World:
         return [{name.decode(): value.decode() for name, value in fields.items()} for _, fields in lines]
 
     def records(self) -> dict[str, dict[str, str]]:
-        """All records, as text, their outputs left out."""
+        """All records, as text; outputs and orders are bytes, and left out."""
         found = {}
         for key in self.raw.scan_iter(_escaped(keys.record(self.model)) + "*", count=1000):
-            fields = {name.decode(): value for name, value in self.raw.hgetall(key).items() if name not in (b"output", b"outline")}
-            record = {name: value.decode() for name, value in fields.items()}
+            fields = {name.decode(): value for name, value in self.raw.hgetall(key).items()}
+            record = {name: value.decode() for name, value in fields.items() if name not in ("output", "outline") and ":" not in name}
             record["ttl"] = str(self.raw.pttl(key))
             found[record["id"]] = record
         return found

@@ -8,7 +8,8 @@ import pytest
 
 from engine.bus import keys, leases, transitions
 from engine.bus.leases import DeadEngine
-from tests.engine.bus.ledger_world import Engine, World
+from engine.bus.transitions import TakenOver
+from tests.engine.bus.ledger_world import Engine, World, engine_info
 from tests.waiting import wait_for
 
 
@@ -37,7 +38,7 @@ def test_an_engine_without_heartbeat_for_a_whole_time_to_live_is_dead_and_stays_
     named = wait_for(lambda: world.bus.run(leases.dead_engines(world.model, ttl=0.02)), "its death")
     assert named == [DeadEngine(dead.slot, dead.incarnation)]
     assert world.bus.run(leases.dead_engines(world.model, ttl=0.02)) == named
-    assert world.bus.run(transitions.fail_engine(world.model, *named[0], "it died")) == 2
+    assert world.bus.run(transitions.takeover(world.model, *named[0])) == TakenOver(2, 0)
     assert world.bus.run(leases.dead_engines(world.model, ttl=0.001)) == []
 
 
@@ -53,22 +54,33 @@ def test_several_engines_die_at_once(world: World) -> None:
     assert [dead.slot for dead in named] == [engine.slot for engine in engines]
 
 
-def test_a_slot_with_a_new_holder_is_looked_at_twice_again(world: World) -> None:
+def test_a_slot_with_a_new_owner_is_looked_at_twice_again(world: World) -> None:
     dead = crashed(world)
     assert world.bus.run(leases.dead_engines(world.model, ttl=0.02)) == []
-    successor = world.engine()
+    successor = world.replace(dead)
     assert successor.slot == dead.slot
     assert world.bus.run(leases.dead_engines(world.model, ttl=0.02)) == []
-    predecessors = world.bus.run(leases.dead_engines(world.model, predecessors=True, ttl=0.02))
-    assert predecessors == [DeadEngine(dead.slot, successor.incarnation - 1)]
     world.crash(successor)
     assert world.bus.run(leases.dead_engines(world.model, ttl=60.0)) == []
 
 
-def test_a_dead_engine_with_nothing_in_flight_is_not_reported(world: World) -> None:
+def test_an_engine_whose_heartbeat_came_back_between_two_looks_lives(world: World) -> None:
+    engine = crashed(world)
+    assert world.bus.run(leases.dead_engines(world.model, ttl=0.02)) == []
+    world.bus.run(leases.beat(world.model, engine.slot, engine.incarnation, engine_info()))
+    assert world.bus.run(leases.dead_engines(world.model, ttl=0.02)) == []
+    world.crash(engine)
+    assert world.bus.run(leases.dead_engines(world.model, ttl=60.0)) == [], "its silence begins anew"
+
+
+def test_a_dead_engine_with_nothing_in_flight_leaves_its_slot(world: World) -> None:
     assert world.bus.run(leases.dead_engines(world.model)) == []
-    world.crash(world.engine())
-    assert [world.bus.run(leases.dead_engines(world.model, ttl=0.001)) for _ in range(3)] == [[], [], []]
+    engine = world.engine()
+    world.crash(engine)
+    (dead,) = wait_for(lambda: world.bus.run(leases.dead_engines(world.model, ttl=0.02)), "its death")
+    assert world.bus.run(transitions.takeover(world.model, *dead)) == TakenOver(0, 0)
+    assert world.bus.run(leases.dead_engines(world.model, ttl=0.001)) == []
+    assert world.engine().slot == engine.slot
 
 
 def test_api_servers_come_beat_and_go(world: World) -> None:

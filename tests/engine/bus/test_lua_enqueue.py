@@ -130,12 +130,15 @@ def test_the_limit_of_tokens_counts_waiting_prompts_only(world: World) -> None:
     world.check_integrity()
 
 
-def test_without_a_living_engine_nothing_is_admitted(world: World) -> None:
+def test_requests_wait_while_an_engine_lives_or_did_lately(world: World) -> None:
     limits = AdmissionLimits(require_engine=True)
     assert refusal(world.enqueue(world.request(), limits=limits)).reason == "no_engine"
     engine = world.engine()
     assert isinstance(world.enqueue(world.request(), limits=limits), Enqueued)
     world.crash(engine)
+    world.take_over(engine)
+    assert isinstance(world.enqueue(world.request(), limits=limits), Enqueued), "the next engine may come within the failover time"
+    world.raw.delete(keys.served(world.model))
     assert refusal(world.enqueue(world.request(), limits=limits)).reason == "no_engine"
     world.check_integrity()
 

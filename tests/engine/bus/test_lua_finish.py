@@ -75,8 +75,7 @@ def test_a_command_is_for_the_incarnation_that_runs_the_request(world: World) ->
     first = world.engine()
     world.take(first)
     world.finish("a")
-    world.crash(first)
-    second = world.engine()
+    second = world.replace(first)
     assert second.slot == first.slot
     assert commands(world, second) == []
 

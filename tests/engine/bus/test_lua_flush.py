@@ -11,6 +11,7 @@ from engine.bus.call import BusUnavailable, Fenced, Trouble
 from engine.bus.connection import Bus
 from engine.bus.enqueue import AdmissionLimits
 from engine.bus.queue_depth import QueueDepth, queue_depth
+from engine.bus.transitions import FLUSHED, GAP, REPEATED, TakenOver
 from engine.protocol import Abort, ControlReply, EngineCoreOutputs, FinishReason, encode
 from tests.engine.bus.ledger_world import CLIENT, Engine, Listener, World
 from tests.engine.bus.lossy_proxy import LossyProxy
@@ -23,12 +24,20 @@ def world(each_redis_url: str) -> Iterator[World]:
         yield world
 
 
+def running(world: World, *names: str) -> Engine:
+    """An engine that has taken new requests of these names."""
+    engine = world.engine()
+    world.enqueue(*(world.request(name) for name in names))
+    world.take(engine, len(names))
+    return engine
+
+
 def outputs(engine: Engine, step: int) -> bytes:
     return encode(EngineCoreOutputs("m:0", engine.incarnation, step))
 
 
 def journal(world: World, engine: Engine) -> list[tuple[str, dict[bytes, bytes]]]:
-    entries = world.raw.xrange(keys.journal(world.model, engine.slot, engine.incarnation))
+    entries = world.raw.xrange(keys.journal(world.model, f"{engine.slot}:{engine.incarnation}"))
     return [(entry.decode(), fields) for entry, fields in entries]
 
 
@@ -36,12 +45,12 @@ def test_every_api_server_gets_its_bytes_and_the_journal_has_them_all(world: Wor
     engine = world.engine()
     mine, other = outputs(engine, 1), outputs(engine, 2)
     with Listener(world) as listener, Listener(world, "api-2") as second:
-        assert world.bus.run(world.flush_call(engine, messages=[(CLIENT, mine), ("api-2", other)])) == 1
+        assert world.bus.run(world.flush_call(engine, messages=[(CLIENT, mine), ("api-2", other)])) == (FLUSHED, 1)
         listener.wait_for(1)
         second.wait_for(1)
     assert (listener.raw, second.raw) == ([mine], [other])
     assert journal(world, engine) == [("1-0", {CLIENT.encode(): mine, b"api-2": other})]
-    assert world.raw.pttl(keys.journal(world.model, engine.slot, engine.incarnation)) > 0
+    assert world.raw.pttl(keys.journal(world.model, f"{engine.slot}:{engine.incarnation}")) > 0
 
 
 def test_a_flush_sent_twice_is_done_once(world: World) -> None:
@@ -51,7 +60,8 @@ def test_a_flush_sent_twice_is_done_once(world: World) -> None:
     call = world.flush_call(engine, ["a"], messages=[(CLIENT, outputs(engine, 1))])
     later = world.flush_call(engine, messages=[(CLIENT, outputs(engine, 2))])
     with Listener(world) as listener:
-        assert [world.bus.run(each) for each in (call, call, later, call)] == [1, 0, 1, 0]
+        outcomes = [world.bus.run(each) for each in (call, call, later, call)]
+        assert outcomes == [(FLUSHED, 1), (REPEATED, 1), (FLUSHED, 2), (REPEATED, 2)]
         listener.wait_for(2)
     assert listener.raw == [outputs(engine, 1), outputs(engine, 2)]
     assert [entry for entry, _ in journal(world, engine)] == ["1-0", "2-0"]
@@ -66,7 +76,7 @@ def test_a_lost_answer_publishes_nothing_twice(world: World) -> None:
     with LossyProxy(world.url) as proxy, Bus(proxy.url) as bus, Listener(world) as listener:
         bus.run(queue_depth(world.model))
         proxy.losses = 1
-        assert bus.run(world.flush_call(engine, ["a"], messages=[(CLIENT, outputs(engine, 1))])) == 0
+        assert bus.run(world.flush_call(engine, ["a"], messages=[(CLIENT, outputs(engine, 1))])) == (REPEATED, 1)
         assert proxy.lost == 1
         world.bus.run(world.flush_call(engine, messages=[(CLIENT, outputs(engine, 2))]))
         listener.wait_for(2)
@@ -124,8 +134,7 @@ def test_a_zombie_changes_and_publishes_nothing(world: World) -> None:
     world.enqueue(world.request("a"))
     zombie = world.engine()
     world.take(zombie)
-    world.crash(zombie)
-    replacement = world.engine()
+    replacement = world.replace(zombie)
     assert replacement.slot == zombie.slot
     with Listener(world) as listener:
         with pytest.raises(Fenced):
@@ -133,7 +142,7 @@ def test_a_zombie_changes_and_publishes_nothing(world: World) -> None:
         world.bus.run(world.flush_call(replacement, messages=[(CLIENT, outputs(replacement, 1))]))
         listener.wait_for(1)
     assert listener.raw == [outputs(replacement, 1)]
-    assert world.record("a").state == "running"
+    assert world.record("a").state == "queued"
     assert journal(world, zombie) == []
     world.check_integrity()
 
@@ -143,7 +152,9 @@ def test_an_engine_ends_only_what_is_its_own(world: World) -> None:
     first, second = world.engine(), world.engine()
     world.take(first)
     world.take(second)
-    assert world.bus.run(world.flush_call(second, ["a", "b", "c", "nobody"], started=[("a", {"scheduled": "1"})])) == 1
+    assert (
+        world.bus.run(world.flush_call(second, ["a", "b", "c", "nobody"], started=[("a", {"scheduled": "1"})])).outcome == FLUSHED
+    )
     assert [world.record(name).state for name in "abc"] == ["running", "ended", "queued"]
     assert world.record("a").scheduled == 0.0
     world.check_integrity()
@@ -157,13 +168,48 @@ def test_replies_go_to_their_channels(world: World) -> None:
         assert listener.wait_for(1) == [reply]
 
 
-def test_the_journal_is_bounded(world: World) -> None:
+def test_a_flush_behind_a_hole_does_nothing_but_say_what_redis_has(world: World) -> None:
+    engine = running(world, "a")
+    world.bus.run(world.flush_call(engine))
+    lost = world.flush_call(engine, messages=[(CLIENT, b"lost")])
+    behind = world.flush_call(engine, ["a"], messages=[(CLIENT, b"behind")])
+    for _ in range(2):
+        assert world.bus.run(behind) == (GAP, 1)
+    assert (world.record("a").state, journal(world, engine)) == ("running", [])
+    assert [world.bus.run(each) for each in (lost, behind, lost)] == [(FLUSHED, 2), (FLUSHED, 3), (REPEATED, 3)]
+    assert [entry for entry, _ in journal(world, engine)] == ["2-0", "3-0"]
+    world.check_integrity()
+
+
+def test_a_kept_flush_becomes_the_next_one_behind_all_that_redis_has(world: World) -> None:
+    """The flushes between were before those that the engine keeps, and are lost for good."""
+    engine = running(world, "a")
+    for _ in range(3):
+        world.bus.run(world.flush_call(engine))
+    kept = world.flush_call(engine, ["a"], messages=[(CLIENT, b"kept")])
+    world.raw.delete(keys.progress(world.model, engine.slot))  # the whole progress is lost
+    assert world.bus.run(kept) == (GAP, 0)
+    assert world.bus.run(transitions.flush_behind(kept, 0)) == (FLUSHED, 4)
+    assert world.bus.run(world.flush_call(engine)) == (FLUSHED, 5)
+    assert world.record("a").state == "ended"
+    world.check_integrity()
+
+
+def test_notices_are_not_journaled(world: World) -> None:
     engine = world.engine()
-    for step in range(1, 5001):
-        world.raw.xadd(keys.journal(world.model, engine.slot, engine.incarnation), {"x": "y"}, id=f"{step}-0")
-    call = transitions.flush(world.model, engine.slot, engine.incarnation, 5001, messages=[(CLIENT, b"m")])
-    assert world.bus.run(call) == 1
-    assert 4096 <= len(journal(world, engine)) < 4096 + 200
+    with Listener(world) as listener:
+        world.bus.run(world.flush_call(engine, notices=[(keys.client_channel(CLIENT), outputs(engine, 1))]))
+        listener.wait_for(1)
+    assert journal(world, engine) == []
+
+
+def test_an_end_takes_the_request_out_of_all_lists(world: World) -> None:
+    engine = running(world, "a")
+    world.checkpoint(engine, "a")
+    world.finish("a", choice=0)
+    world.end(engine, "a")
+    assert not world.raw.exists(keys.output(world.model, "a"))
+    world.check_integrity()
 
 
 def test_without_memory_engines_stay_alive_and_requests_can_end(world: World) -> None:
@@ -176,11 +222,11 @@ def test_without_memory_engines_stay_alive_and_requests_can_end(world: World) ->
         info = world.bus.run(leases.engines(world.model))[0]
         world.bus.run(leases.beat(world.model, engine.slot, engine.incarnation, info))
         assert world.bus.run(transitions.finish(world.model, "b", Abort("b"))).state == "queued"
-        assert world.bus.run(leases.release_slot(world.model, engine.slot, engine.incarnation))
-        assert world.bus.run(transitions.fail_engine(world.model, engine.slot, engine.incarnation, "it died")) == 1
+        assert world.checkpoint(engine, "a") == 1
+        assert world.take_over(engine, sure=True) == TakenOver(1, 0)
     finally:
         world.raw.config_set("maxmemory", 0)
-    assert (world.record("a").reason, world.record("b").reason) == ("error", "abort")
+    assert (world.record("a").state, world.record("b").reason) == ("queued", "abort")
     world.check_integrity()
 
 
@@ -194,7 +240,7 @@ def test_without_memory_admitted_requests_continue_and_end(world: World) -> None
             world.enqueue(world.request("c"), limits=AdmissionLimits(require_engine=False, memory_share=0))
         assert refusal.value.trouble == Trouble.MEMORY
         assert world.take(engine) == ["a"]
-        assert world.bus.run(world.flush_call(engine, ["a"], messages=[(CLIENT, outputs(engine, 1))])) == 1
+        assert world.bus.run(world.flush_call(engine, ["a"], messages=[(CLIENT, outputs(engine, 1))])).outcome == FLUSHED
     finally:
         world.raw.config_set("maxmemory", 0)
     assert (world.record("a").state, world.record("b").state) == ("ended", "queued")

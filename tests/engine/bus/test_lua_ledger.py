@@ -8,6 +8,7 @@ import pytest
 
 from engine.bus import keys, transitions
 from tests.engine.bus.ledger_world import World
+from tests.waiting import wait_for
 
 RETENTION = 7200.0
 OTHER_RETENTION = 60.0
@@ -35,11 +36,20 @@ def reject(world: World) -> None:
     world.bus.run(transitions.reject(world.model, engine.slot, engine.incarnation, taken.entry, "cannot be read"))
 
 
-def fail_engine(world: World) -> None:
+def takeover(world: World) -> None:
+    for ended in (0, 0, 1):
+        engine = world.engine()
+        world.take(engine)
+        world.crash(engine)
+        assert world.take_over(engine).ended == ended
+
+
+def expire_orphans(world: World) -> None:
     engine = world.engine()
     world.take(engine)
-    world.crash(engine)
-    assert world.fail_engine(engine) == 1
+    world.take_over(engine, sure=True)
+    world.raw.delete(keys.served_by(world.model, engine.fingerprint))
+    assert wait_for(lambda: world.bus.run(transitions.expire_orphans(world.model, 0.001)), "the end of the failover time") == 1
 
 
 def take_of_a_lost_entry(world: World) -> None:
@@ -47,7 +57,7 @@ def take_of_a_lost_entry(world: World) -> None:
     assert world.take(world.engine()) == []
 
 
-@pytest.mark.parametrize("end", [flush, finish, reject, fail_engine, take_of_a_lost_entry])
+@pytest.mark.parametrize("end", [flush, finish, reject, takeover, expire_orphans, take_of_a_lost_entry])
 @pytest.mark.parametrize("retention", [RETENTION, OTHER_RETENTION])
 def test_every_end_keeps_the_record_for_the_retention_of_its_request(
     world: World, end: Callable[[World], None], retention: float

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.bus import keys, transitions
-from engine.bus.call import BusUnavailable, Fenced
+from engine.bus import keys, leases, transitions
+from engine.bus.call import BusUnavailable, Fenced, Unowned
 from engine.bus.connection import Bus
 from engine.bus.enqueue import Enqueued
 from engine.bus.queue_depth import queue_depth
@@ -138,8 +138,9 @@ def test_the_share_of_a_dead_engine_is_the_others_at_once(world: World) -> None:
     assert len(world.take(second, 100)) == 5
     world.crash(second)
     enqueue(world, 3)
-    assert len(world.take(first, 100)) == 8, "what the dead one had in flight counts for nothing either"
-    heir = world.engine()
+    assert len(world.take(first, 100)) == 8, "what the silent one had in flight counts for nothing either"
+    heir = world.replace(second)
+    assert len(world.take(first, 100)) == 5, "orphans are no matter of shares"
     enqueue(world, 1)
     assert len(world.take(first, 100)) == 1, "who has not asked yet has no share"
     assert heir.slot == second.slot
@@ -229,10 +230,7 @@ def test_any_load_is_shared_as_the_scripts_invariants_say(world: World, seed: in
 def test_a_zombie_takes_nothing(world: World) -> None:
     world.enqueue(world.request("a"))
     zombie = world.engine()
-    world.crash(zombie)
-    with pytest.raises(Fenced):
-        world.take(zombie)
-    replacement = world.engine()
+    replacement = world.replace(zombie)
     assert replacement.slot == zombie.slot
     with pytest.raises(Fenced):
         world.take(zombie)
@@ -240,11 +238,16 @@ def test_a_zombie_takes_nothing(world: World) -> None:
     world.check_integrity()
 
 
-def test_after_a_wipe_no_engine_holds_a_request(world: World) -> None:
+def test_after_a_wipe_an_engine_takes_when_it_has_its_slot_again(world: World) -> None:
     engine = world.engine()
     world.raw.flushall()
-    with pytest.raises(Fenced):
-        world.take(engine)
+    world.enqueue(world.request("a"))
+    call = world.take_call(engine)
+    with pytest.raises(Unowned):
+        world.bus.run(call)
+    world.bus.run(leases.reclaim_slot(world.model, engine.slot, engine.incarnation))
+    assert len(world.bus.run(call)) == 1
+    world.check_integrity()
 
 
 def test_a_trimmed_entry_ends_its_request_instead_of_losing_it(world: World) -> None:
@@ -281,9 +284,8 @@ def test_a_zombie_rejects_nothing(world: World) -> None:
     world.enqueue(world.request("a"))
     zombie = world.engine()
     (taken,) = world.bus.run(world.take_call(zombie, 1))
-    world.crash(zombie)
+    heir = world.replace(zombie)
     with pytest.raises(Fenced):
         world.bus.run(transitions.reject(world.model, zombie.slot, zombie.incarnation, taken.entry, "x"))
-    heir = world.engine()
     assert world.bus.run(transitions.reject(world.model, heir.slot, heir.incarnation, taken.entry, "x")) is False
     world.check_integrity()

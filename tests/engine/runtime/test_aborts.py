@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.bus import leases
+from engine.bus import keys
 from engine.bus.enqueue import AdmissionLimits, Refused
 from engine.client.client import AsyncClient
 from engine.protocol import (
@@ -16,6 +16,7 @@ from engine.protocol import (
 )
 from tests.engine.conftest import MODEL, RunningEngine
 from tests.engine.runtime.null_requests import add, add_long, make_request, settled
+from tests.waiting import wait_for_async
 
 
 async def test_abort_of_a_running_request_frees_its_blocks(slow_engine: RunningEngine, client: AsyncClient) -> None:
@@ -79,18 +80,26 @@ async def test_a_stop_string_cuts_the_output(engine: RunningEngine, client: Asyn
     assert record is not None and (record.reason, record.output_tokens) == ("stop", 5)
 
 
-async def test_an_abort_finds_the_end_in_the_record_when_its_engine_died(
-    slow_engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+async def test_an_abort_that_a_dead_engine_did_not_obey_is_obeyed_by_the_next(
+    slow_engine: RunningEngine,
+    start_engine: Callable[..., RunningEngine],
+    client: AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(slow_engine.loop, "_obey", lambda command, report: None)
     stream = await add_long(client)
     aborting = asyncio.create_task(client.abort(MODEL, stream.request_id, timeout=60))
-    slow_engine.bus.run(leases.release_slot(MODEL, slow_engine.info.slot, slow_engine.info.incarnation))
-    async with asyncio.timeout(10):
-        result = await aborting
-    assert (result.found, result.state) == (True, "ended")
-    assert result.record is not None and result.record.reason == "error"
+    control = keys.control(MODEL, slow_engine.info.slot)
+    await wait_for_async(lambda: slow_engine.bus._client.execute_command("XLEN", control), "the order")
+    slow_engine.loop.fail(RuntimeError("the test ends this engine"))
     slow_engine.join()
+    engine = start_engine()
+    async with asyncio.timeout(20):
+        result = await aborting
+        _, (end,) = await stream.whole()
+    assert (result.found, result.state, end.reason) == (True, "ended", FinishReason.ABORT)
+    assert 0 < result.num_tokens < 450
+    await settled(engine)
 
 
 async def test_an_abort_without_confirmation_is_unconfirmed(

@@ -1,46 +1,57 @@
-"""An engine that stops, drains or is fenced ends its requests; over a real Redis with the null model."""
+"""An engine that stops, drains or is fenced leaves its requests to the next one; over a real Redis with the null model."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 import pytest
 
-from engine.bus import leases
+from engine.bus import leases, transitions
 from engine.bus.call import Fenced
 from engine.client.client import AsyncClient
-from engine.protocol import (
-    FinishReason,
-)
 from engine.runtime.loop import IDLE_SECONDS
 from tests.engine.conftest import MODEL, RunningEngine
-from tests.engine.runtime.null_requests import add, add_long, make_request
+from tests.engine.runtime.null_requests import add, add_long, expected, make_request, settled
 from tests.waiting import wait_for_async
 
 
-async def test_a_hung_engine_is_fenced_and_its_requests_end(slow_engine: RunningEngine, client: AsyncClient) -> None:
+async def test_a_hung_engine_is_fenced_and_its_requests_go_on_elsewhere(
+    slow_engine: RunningEngine, start_engine: Callable[..., RunningEngine], client: AsyncClient
+) -> None:
     """Its slot is taken from it while it runs, as after a stop that outlasted its time to live."""
-    stream = await add_long(client)
-    slow_engine.bus.run(leases.release_slot(MODEL, slow_engine.info.slot, slow_engine.info.incarnation))
-    async with asyncio.timeout(10):
-        _, ends = await stream.whole()
-    assert ends[0].reason == FinishReason.ERROR
-    slow_engine.join()
+    request = make_request(client, max_tokens=60)
+    (stream,) = await add(client, request)
+    await stream.has_tokens()
+    slow_engine.bus.run(transitions.takeover(MODEL, slow_engine.info.slot, slow_engine.info.incarnation, sure=True))
+    await asyncio.to_thread(slow_engine.join)
     assert isinstance(slow_engine.error, Fenced)
-    record = await client.record(MODEL, stream.request_id)
-    assert record is not None and (record.state, record.reason) == ("ended", "error")
+    engine = start_engine()
+    async with asyncio.timeout(20):
+        tokens, _ = await stream.whole()
+    assert tokens == [expected(request)]
+    await settled(engine)
 
 
-async def test_shutdown_ends_running_requests(slow_engine: RunningEngine, client: AsyncClient) -> None:
-    stream = await add_long(client)
+async def test_a_stop_leaves_running_requests_to_the_next_engine(
+    slow_engine: RunningEngine, start_engine: Callable[..., RunningEngine], client: AsyncClient
+) -> None:
+    request = make_request(client, max_tokens=60)
+    (stream,) = await add(client, request)
+    await stream.has_tokens()
     slow_engine.loop.stop()
-    async with asyncio.timeout(5):
-        _, ends = await stream.whole()
-    assert (ends[0].reason, ends[0].error) == (FinishReason.ERROR, "The engine was shut down.")
-    slow_engine.join()
+    await asyncio.to_thread(slow_engine.join)
     assert slow_engine.bus.run(leases.engines(MODEL)) == []
     assert slow_engine.error is None
+    record = await client.record(MODEL, stream.request_id)
+    assert record is not None and (record.state, record.attempts) == ("queued", 0), "nobody died of it"
+    engine = start_engine()
+    assert engine.info.slot == slow_engine.info.slot
+    async with asyncio.timeout(20):
+        tokens, _ = await stream.whole()
+    assert tokens == [expected(request)]
+    await settled(engine)
 
 
 async def test_a_draining_engine_still_obeys_aborts(slow_engine: RunningEngine, client: AsyncClient) -> None:
@@ -58,8 +69,9 @@ async def test_the_second_stop_does_not_wait(slow_engine: RunningEngine, client:
     slow_engine.loop.stop(timeout=60)
     slow_engine.loop.stop(timeout=60)
     slow_engine.join()
-    _, (end,) = await stream.whole()
-    assert end.reason == FinishReason.ERROR
+    record = await client.record(MODEL, stream.request_id)
+    assert record is not None and record.state == "queued"
+    assert (await client.abort(MODEL, stream.request_id)).state == "ended", "it needs no engine"
 
 
 def test_stop_takes_no_lock_of_the_loop(engine: RunningEngine) -> None:
@@ -72,13 +84,17 @@ def test_stop_takes_no_lock_of_the_loop(engine: RunningEngine) -> None:
     engine.join()
 
 
-async def test_requests_in_the_inbox_end_with_their_engine(
-    engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+async def test_requests_in_the_inbox_are_left_to_the_next_engine(
+    engine: RunningEngine,
+    start_engine: Callable[..., RunningEngine],
+    client: AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = threading.Event()
     monkeypatch.setattr(engine.loop, "_take_in", lambda: looks.wait(0.01))  # the inbox is never emptied
     await asyncio.to_thread(looks.wait, 2 * IDLE_SECONDS)  # a look that had begun is over
-    (stream,) = await add(client, make_request(client))
+    request = make_request(client)
+    (stream,) = await add(client, request)
 
     async def running() -> bool:
         record = await client.record(MODEL, stream.request_id)
@@ -87,6 +103,8 @@ async def test_requests_in_the_inbox_end_with_their_engine(
     async with asyncio.timeout(10):
         await wait_for_async(running, "the engine has taken it")
         engine.loop.stop()
-        tokens, (end,) = await stream.whole()
-    assert tokens == [[]] and (end.reason, end.error) == (FinishReason.ERROR, "The engine was shut down.")
-    await asyncio.to_thread(engine.join)
+        await asyncio.to_thread(engine.join)
+        heir = start_engine()
+        tokens, _ = await stream.whole()
+    assert tokens == [expected(request)]
+    await settled(heir)
