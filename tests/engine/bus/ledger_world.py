@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import redis
 from msgspec.structs import replace
@@ -128,9 +128,9 @@ class World:
         engine.running = [name for name in engine.running if name not in ids]
         return self.bus.run(self.flush_call(engine, ids, reason, started=[(name, {"scheduled": "5.5"}) for name in ids]))
 
-    def checkpoint(self, engine: Engine, *ids: str, flushed: int = 0, goes_well: bool = False) -> int:
+    def checkpoint(self, engine: Engine, *ids: str, flushed: int = 0, remark: Literal["", "adopt", "well"] = "") -> int:
         """Outputs of these requests, whatever they are, leave the journal."""
-        parts = [OutputPart(name, f"output of {name}".encode(), goes_well) for name in ids]
+        parts = [OutputPart(name, f"output of {name}".encode(), remark) for name in ids]
         return self.bus.run(transitions.checkpoint(self.model, engine.slot, engine.incarnation, parts, flushed))
 
     def reconcile(self, engine: Engine, *held: str) -> Difference:
@@ -208,7 +208,9 @@ class World:
         found = {}
         for key in self.raw.scan_iter(_escaped(keys.record(self.model)) + "*", count=1000):
             fields = {name.decode(): value for name, value in self.raw.hgetall(key).items()}
-            record = {name: value.decode() for name, value in fields.items() if name not in ("output", "outline") and ":" not in name}
+            record = {
+                name: value.decode() for name, value in fields.items() if name not in ("output", "outline") and ":" not in name
+            }
             record["ttl"] = str(self.raw.pttl(key))
             found[record["id"]] = record
         return found

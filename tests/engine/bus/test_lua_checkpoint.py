@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 
@@ -55,28 +56,28 @@ def test_a_flush_goes_on_behind_a_cut_journal(world: World) -> None:
     assert world.bus.run(transitions.read_journal(world.model, journal_of(engine))) == [StoredPart(CLIENT, b"journaled")]
 
 
-def test_the_first_checkpoint_of_a_continued_request_replaces_all_other_journals(world: World) -> None:
+def test_a_checkpoint_of_all_earlier_output_replaces_all_other_journals(world: World) -> None:
     engine = world.engine()
     world.enqueue(world.request("a"))
     world.take(engine)
     heir = world.replace(engine)
     (taken,) = world.bus.run(world.take_call(heir))
     assert taken.orphan is not None and taken.orphan.journals == (journal_of(engine), journal_of(heir))
-    assert world.checkpoint(heir, "a") == 1
+    assert world.checkpoint(heir, "a", remark="adopt") == 1
     last = world.replace(heir)
     (taken,) = world.bus.run(world.take_call(last))
     assert taken.orphan is not None and taken.orphan.journals == (journal_of(heir), journal_of(last))
 
 
-@pytest.mark.parametrize("goes_well", [False, True])
-def test_much_output_clears_the_deaths_in_a_row(world: World, goes_well: bool) -> None:
+@pytest.mark.parametrize(("remark", "attempts"), [("", 1), ("adopt", 1), ("well", 0)])
+def test_much_output_clears_the_deaths_in_a_row(world: World, remark: Literal["", "adopt", "well"], attempts: int) -> None:
     engine = world.engine()
     world.enqueue(world.request("a"))
     world.take(engine)
     heir = world.replace(engine)
     world.take(heir)
-    world.checkpoint(heir, "a", goes_well=goes_well)
-    assert (world.record("a").attempts, world.record("a").deaths) == (0 if goes_well else 1, 1)
+    world.checkpoint(heir, "a", remark=remark)
+    assert (world.record("a").attempts, world.record("a").deaths) == (attempts, 1)
 
 
 def test_only_what_runs_here_is_stored(world: World) -> None:

@@ -211,10 +211,10 @@ def test_a_dead_engines_journal_goes_once_no_live_record_names_it(world: World) 
     assert world.bus.run(maintenance.forget_journals(world.model)) == 0
 
 
-def test_journals_of_engines_that_gave_their_slot_back_or_claimed_it_again_are_known(world: World) -> None:
+def test_journals_of_engines_that_stopped_or_claimed_their_slot_again_are_known(world: World) -> None:
     engine = world.engine()
     world.raw.flushall()
     world.bus.run(leases.reclaim_slot(world.model, engine.slot, engine.incarnation))
     assert world.bus.run(maintenance.forget_journals(world.model)) == 0
-    world.bus.run(leases.release_slot(world.model, engine.slot, engine.incarnation))
+    world.take_over(engine, sure=True)
     assert world.bus.run(maintenance.forget_journals(world.model)) == 1

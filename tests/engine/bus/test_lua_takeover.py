@@ -98,7 +98,7 @@ def test_an_engine_that_comes_back_too_late_may_do_nothing(world: World) -> None
             heir = world.engine()
             assert heir.slot == zombie.slot
             assert world.take(heir) == ["a"]
-    assert world.raw.keys("*journal*") == []
+    assert not world.raw.exists(keys.journal(world.model, f"{zombie.slot}:{zombie.incarnation}"))
     world.end(heir, "a")
     world.check_integrity()
 
@@ -129,8 +129,7 @@ def test_output_clears_the_row_and_the_eighth_death_ends_it_all_the_same(world: 
     for death in range(1, 9):
         engine = world.engine()
         assert world.take(engine) == ["a"]
-        part = OutputPart("a", b"64 tokens", goes_well=True)
-        assert world.bus.run(transitions.checkpoint(world.model, engine.slot, engine.incarnation, [part])) == 1
+        assert world.checkpoint(engine, "a", remark="well") == 1
         assert world.record("a").attempts == 0
         world.crash(engine)
         assert world.take_over(engine) == (TakenOver(1, 0) if death < 8 else TakenOver(0, 1))
