@@ -14,7 +14,7 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-from engine.bus import control, keys, leases, records, transitions
+from engine.bus import control, keys, leases, records
 from engine.bus.attachments import attach
 from engine.bus.call import Call
 from engine.bus.connection import Bus

@@ -25,6 +25,7 @@ local function claim_back(id, record)
   else -- the entry is gone: it is made anew with the record
     local named = redis.call('HMGET', RECORD .. id, 'client', 'external_id', 'retention')
     add_request(record[4], named[1], tonumber(record[5]), -1)
+    if record[1] == 'running' then add_height(slot, -tonumber(record[5])) end
     expire_external(named[2], named[3] or OLD_RETENTION)
     redis.call('DEL', RECORD .. id)
     redis.call('ZREM', LIVE, id)

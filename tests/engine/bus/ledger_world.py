@@ -242,6 +242,9 @@ class World:
         assert {name.decode() for name in self.raw.zrange(keys.ended(self.model), 0, -1)} == by_state["ended"].keys()
         assert self._load() == _expected_load(by_state["queued"], by_state["running"])
         assert len(self.usage_lines()) == len(by_state["ended"])
+        self._check_outputs(alive, by_state["ended"])
+        for record in by_state["running"].values():
+            assert f"{record['engine']}:{record['incarnation']}" in record["journals"].split()
         for record in by_state["ended"].values():
             assert record["reason"] in {str(reason) for reason in FinishReason}
             assert float(record["finished"]) >= float(record["enqueued"])
@@ -249,6 +252,19 @@ class World:
         assert all(record["ttl"] == "-1" for record in alive.values())
         for external_id in {record["external_id"] for record in alive.values()}:
             assert self.raw.pttl(keys.external(self.model, external_id)) == -1
+
+    def _check_outputs(self, alive: dict[str, dict[str, str]], ended: dict[str, dict[str, str]]) -> None:
+        """Parts are kept of live requests alone, whole outputs of ended ones, as far as their budget goes."""
+        prefix = keys.output(self.model).encode()
+        assert {key.removeprefix(prefix).decode() for key in self.raw.scan_iter(_escaped(prefix.decode()) + "*")} <= alive.keys()
+        kept = dict(reversed(line.decode().split(" ", 1)) for line in self.raw.lrange(keys.kept(self.model), 0, -1))
+        assert {name: int(size) for name, size in kept.items()} == {
+            name: size for name in ended if (size := self.raw.hstrlen(keys.record(self.model, name), "output"))
+        }
+        assert int(self.raw.hget(keys.load(self.model), "kept") or 0) == sum(map(int, kept.values()))
+        counts = Counter(record["external_id"] for record in alive.values())
+        told = {name.decode(): int(value) for name, value in self.raw.hgetall(keys.externals(self.model)).items()}
+        assert {name.removeprefix("live:"): count for name, count in told.items() if name.startswith("live:")} == counts
 
     def _waiting(self, key: str) -> dict[str, int]:
         """Entry -> score."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 
 from engine.bus import keys
+from engine.bus.call import LUA
 
 NAMES = ["smollm2", "org/model:latest", "{braces}", "a}b", "%7Bodd", "", "Größe 日本"]
 
@@ -40,12 +42,24 @@ def test_models_never_share_a_key() -> None:
 
 
 def test_the_scripts_keys_are_in_one_place() -> None:
-    assert len(set(keys.ledger("m"))) == 14
-    assert set(keys.ledger("m")) == {
-        keys.requests("m"), keys.order("m"), keys.live("m"), keys.ended("m"), keys.load("m"), keys.usage("m"),
-        keys.record("m"), keys.external("m"), keys.tombstone("m"), keys.resume("m"), keys.orphans("m"), keys.output("m"),
-        keys.kept("m"), keys.externals("m"),
-    }  # fmt: skip
+    """As many as lua/ledger.lua gives names to, none twice."""
+    found = re.search(
+        r"^local ([\w, \n]+) = unpack\(KEYS, 1, (\d+)\)\nlocal OWN_KEYS = (\d+)", (LUA / "ledger.lua").read_text(), re.M
+    )
+    assert found is not None
+    counts = {len(found[1].split(",")), int(found[2]), int(found[3]), len(keys.ledger("m")), len(set(keys.ledger("m")))}
+    assert len(counts) == 1
+    assert set(keys.ledger("m")) < set(every_key_or_prefix("m"))
+
+
+def every_key_or_prefix(model: str) -> list[str]:
+    """Of functions whose other parameters have defaults: the prefix."""
+    made = []
+    for name, function in inspect.getmembers(keys, inspect.isfunction):
+        parameters = list(inspect.signature(function).parameters.values())
+        if parameters and parameters[0].name == "model" and name != "ledger" and all(p.default == "" for p in parameters[1:]):
+            made.append(function(model))
+    return made
 
 
 def test_a_slot_is_found_by_the_name_of_its_consumer() -> None:
