@@ -144,8 +144,8 @@ local function keep_external(external_id)
   end
 end
 
--- Results of ended requests, their outputs and what their answers are written from, share a budget of bytes: the oldest ones give way. KEPT lists them in the order of their ends, as
--- `<bytes> <id>`; LOAD has their sum.
+-- Results of ended requests, their outputs and what their answers are written from, share a budget of bytes: the oldest ones give
+-- way. KEPT lists them in the order of their ends, as `<bytes> <id>`; LOAD has their sum.
 local function drop_oldest_output()
   local oldest = redis.call('LPOP', KEPT)
   if not oldest then return false end

@@ -259,7 +259,9 @@ class World:
         assert {key.removeprefix(prefix).decode() for key in self.raw.scan_iter(_escaped(prefix.decode()) + "*")} <= alive.keys()
         kept = dict(reversed(line.decode().split(" ", 1)) for line in self.raw.lrange(keys.kept(self.model), 0, -1))
         assert {name: int(size) for name, size in kept.items()} == {
-            name: size for name in ended if (size := self.raw.hstrlen(keys.record(self.model, name), "output"))
+            name: sum(self.raw.hstrlen(keys.record(self.model, name), part) for part in ("output", "outline"))
+            for name in ended
+            if self.raw.hexists(keys.record(self.model, name), "output")
         }
         assert int(self.raw.hget(keys.load(self.model), "kept") or 0) == sum(map(int, kept.values()))
         counts = Counter(record["external_id"] for record in alive.values())

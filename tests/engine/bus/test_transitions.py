@@ -1,7 +1,7 @@
 """Any interleaving of the calls leaves the ledger whole, and no request is lost.
 
-Seeded walks over everything that API servers, engines, observers and zombies do, and what happens to Redis under them: it is wiped, or
-comes back with what it had some time ago. The invariants are checked after each step.
+Seeded walks over everything that API servers, engines, observers and zombies do, and what happens to Redis under them: it is wiped,
+or comes back with what it had some time ago. The invariants are checked after each step.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class Walk:
                 self.silent.append(ghost)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_interleaving_leaves_the_ledger_whole(each_redis_url: str, seed: int) -> None:
     with World(each_redis_url) as world:
         walk = Walk(world, seed)
