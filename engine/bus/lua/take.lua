@@ -34,6 +34,7 @@ local slot, incarnation, fingerprint, count, number, any_consumer, places, share
   late_error = unpack(ARGV)
 local consumer = any_consumer .. slot
 local SUSPECT = 2 -- deaths in a row
+local SUSPECTS_PASSED = 256 -- that wait for their turn before other orphans
 
 local refused = not_owner(OWNER, incarnation)
 if refused then return refused end
@@ -168,7 +169,7 @@ local function may_stand_in_line() return me.room > 0 or me.height == 0 end
 
 local function take_orphans()
   local queue = RESUME .. fingerprint
-  for _, member in ipairs(redis.call('ZRANGE', queue, 0, budget - 1)) do
+  for _, member in ipairs(redis.call('ZRANGE', queue, 0, budget - 1 + SUSPECTS_PASSED)) do
     if budget <= 0 or not may_stand_in_line() then return end
     local orphan = look(queue, member)
     if orphan and (orphan.attempts < SUSPECT or may_suspect == '1') then

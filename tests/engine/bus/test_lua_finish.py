@@ -144,3 +144,45 @@ def test_a_racing_take_and_finish_have_one_winner(world: World) -> None:
     told = [command.request_id for command in commands(world, engine) if isinstance(command, Abort)]
     assert sorted(told) == sorted(taken)
     world.check_integrity()
+
+
+def orphan(world: World, name: str, n: int = 1) -> Engine:
+    """A request whose engine died; the next engine."""
+    engine = world.engine()
+    world.enqueue(world.request(name, n=n))
+    world.take(engine)
+    return world.replace(engine)
+
+
+@pytest.mark.parametrize("choice", [-1, 0])
+def test_an_orphan_that_is_aborted_ends_at_once(world: World, choice: int) -> None:
+    heir = orphan(world, "a")
+    with Listener(world) as listener:
+        assert world.finish("a", choice=choice).state == "queued"
+        assert isinstance(listener.wait_for(1)[0], RequestEnded)
+    assert (world.record("a").state, world.record("a").reason) == ("ended", "abort")
+    assert world.take(heir) == []
+    world.check_integrity()
+
+
+@pytest.mark.parametrize(("n", "reason"), [(1, FinishReason.STOP), (2, FinishReason.STOP), (2, FinishReason.ABORT)])
+def test_what_ends_a_choice_of_an_orphan_stands_in_its_record(world: World, n: int, reason: FinishReason) -> None:
+    """A stop string was found, and the next engine writes the output up to it; or its siblings go on."""
+    heir = orphan(world, "a", n)
+    for keep in (7, 9):
+        assert world.finish("a", choice=0, reason=reason, keep=keep).state == "queued"
+    assert world.record("a").state == "queued"
+    (taken,) = world.bus.run(world.take_call(heir))
+    assert taken.orphan is not None
+    assert taken.orphan.orders == (Abort("a", choice=0, reason=reason, keep=7),), "the first one counts"
+    world.check_integrity()
+
+
+def test_a_command_that_an_engine_did_not_obey_stands_in_the_record_for_the_next(world: World) -> None:
+    world.enqueue(world.request("a"))
+    engine = world.engine()
+    world.take(engine)
+    world.finish("a")
+    heir = world.replace(engine)
+    (taken,) = world.bus.run(world.take_call(heir))
+    assert taken.orphan is not None and taken.orphan.orders == (Abort("a"),)

@@ -13,7 +13,7 @@ from engine.bus.call import BusUnavailable, Fenced, Unowned
 from engine.bus.connection import Bus
 from engine.bus.enqueue import Enqueued
 from engine.bus.queue_depth import queue_depth
-from engine.protocol import RequestEnded, decode_request
+from engine.protocol import Abort, FinishReason, RequestEnded, decode_request
 from tests.engine.bus.ledger_world import Engine, Listener, World
 from tests.engine.bus.lossy_proxy import LossyProxy
 from tests.waiting import wait_for
@@ -288,4 +288,91 @@ def test_a_zombie_rejects_nothing(world: World) -> None:
     with pytest.raises(Fenced):
         world.bus.run(transitions.reject(world.model, zombie.slot, zombie.incarnation, taken.entry, "x"))
     assert world.bus.run(transitions.reject(world.model, heir.slot, heir.incarnation, taken.entry, "x")) is False
+    world.check_integrity()
+
+
+# Orphans
+
+
+def orphans(world: World, *names: str, deaths: int = 1) -> None:
+    """Requests that so many engines died of, one after the other."""
+    engine = world.engine()
+    world.enqueue(*(world.request(name) for name in names))
+    for _ in range(deaths):
+        world.take(engine, len(names))
+        engine = world.replace(engine)
+    world.take_over(engine, sure=True)
+
+
+def test_an_orphan_comes_with_all_that_redis_knows_of_it(world: World) -> None:
+    request = world.request("a")
+    world.enqueue(request)
+    engine = world.engine()
+    world.take(engine)
+    begun = {"scheduled": "5.5", "first_token": "6.5", "cached_tokens": "2"}
+    world.bus.run(world.flush_call(engine, started=[("a", begun)]))
+    world.finish("a", choice=1, keep=3, reason=FinishReason.STOP, stop_reason="x")
+    heir = world.replace(engine)
+    (taken,) = world.bus.run(world.take_call(heir))
+    orphan = taken.orphan
+    assert orphan is not None
+    assert (taken.client, taken.handle) == (request.client, request.handle)
+    assert orphan.attachments == {(request.client, request.handle)}
+    assert orphan.journals == tuple(f"{each.slot}:{each.incarnation}" for each in (engine, heir))
+    assert orphan.orders == (Abort("a", choice=1, keep=3, reason=FinishReason.STOP, stop_reason="x"),)
+    assert (orphan.attempts, orphan.cached_tokens) == (1, 2)
+    assert (orphan.times.enqueued, orphan.times.scheduled, orphan.times.first_token) == (taken.enqueued, 5.5, 6.5)
+
+
+def test_a_request_that_no_engine_ran_is_no_orphan(world: World) -> None:
+    world.enqueue(world.request("a"))
+    (taken,) = world.bus.run(world.take_call(world.engine()))
+    assert taken.orphan is None
+
+
+def test_orphans_of_another_fingerprint_wait_for_their_own_engines(world: World) -> None:
+    orphans(world, "a")
+    world.enqueue(world.request("new"))
+    other, own = world.engine(), world.engine()
+    other.fingerprint = "other weights"
+    assert world.take(other, 5) == ["new"]
+    assert world.take(own, 5) == ["a"]
+    world.check_integrity()
+
+
+def test_orphans_are_no_matter_of_shares(world: World) -> None:
+    orphans(world, *(f"q{number}" for number in range(4)))
+    first = world.engine()
+    world.take(world.engine(), 0, places=100)
+    assert len(world.take(first, 4)) == 4
+    world.check_integrity()
+
+
+def test_suspects_run_one_at_a_time(world: World) -> None:
+    """Two engines in a row died of each; one of them may be why."""
+    orphans(world, "a", "b", deaths=2)
+    world.enqueue(world.request("innocent"))
+    engine = world.engine()
+    assert world.take(engine, 1, may_suspect=False) == ["innocent"]
+    engine = world.replace(engine)
+    assert world.take(engine, 1, may_suspect=False) == ["innocent"], "suspects before it do not hide it"
+    assert world.take(engine, 5) == ["a"]
+    assert world.take(engine, 5, may_suspect=False) == []
+    world.end(engine, "a")
+    assert world.take(engine, 5, may_suspect=True) == ["b"]
+    world.check_integrity()
+
+
+def test_a_call_that_was_numbered_before_gives_what_it_gave(world: World) -> None:
+    enqueue(world, 6)
+    engine = world.engine()
+    first, second = world.take_call(engine, 2), world.take_call(engine, 2)
+    given = world.bus.run(first)
+    assert world.bus.run(first) == given
+    later = world.bus.run(second)
+    assert world.bus.run(first) == [], "it was overtaken"
+    assert world.bus.run(second) == later
+    assert [decode_request(each.payload).request_id for each in given + later] == ["r1", "r2", "r3", "r4"]
+    world.end(engine, "r3")
+    assert world.bus.run(second) == later[1:], "what has ended is not given again"
     world.check_integrity()

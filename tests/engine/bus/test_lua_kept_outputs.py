@@ -1,0 +1,99 @@
+"""Outputs of ended requests have a budget of bytes and give way to new requests; what an end costs does not grow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from engine.bus import keys, records, transitions
+from engine.bus.enqueue import Enqueued
+from engine.bus.records import OUTPUT_DROPPED
+from engine.bus.transitions import EndedRequest
+from engine.protocol import FinishReason
+from tests.engine.bus.ledger_world import Engine, World
+
+
+@pytest.fixture
+def world(each_redis_url: str) -> Iterator[World]:
+    with World(each_redis_url) as world:
+        yield world
+
+
+def end_large(world: World, engine: Engine, name: str, size: int, budget: int) -> None:
+    world.enqueue(world.request(name))
+    world.take(engine)
+    number = next(engine.flushes)
+    ended = [EndedRequest(name, FinishReason.STOP, bytes(size), output_tokens=1)]
+    place = (world.model, engine.slot, engine.incarnation)
+    world.bus.run(transitions.flush(*place, number - 1, number, ended=ended, kept_bytes=budget))
+
+
+def has_output(world: World, name: str) -> bool:
+    return bool(world.raw.hexists(keys.record(world.model, name), "output"))
+
+
+def test_the_oldest_outputs_go_when_the_budget_is_spent(world: World) -> None:
+    engine = world.engine()
+    names = [f"r{number}" for number in range(5)]
+    for name in names:
+        end_large(world, engine, name, size=1000, budget=2500)
+    assert [has_output(world, name) for name in names] == [False, False, False, True, True]
+    assert [world.record(name).output_dropped for name in names] == [True, True, True, False, False]
+    stored = world.bus.run(records.stored_output(world.model, "r0"))
+    assert stored is not None and [choice.error for choice in stored.choices] == [OUTPUT_DROPPED]
+    end_large(world, engine, "too large", size=3000, budget=2500)
+    assert not any(has_output(world, name) for name in [*names, "too large"])
+    assert int(world.raw.hget(keys.load(world.model), "kept") or 0) == 0
+    world.check_integrity()
+
+
+def test_an_output_whose_record_is_gone_takes_no_room(world: World) -> None:
+    engine = world.engine()
+    end_large(world, engine, "gone", size=1000, budget=10_000)
+    world.raw.delete(keys.record(world.model, "gone"))
+    world.raw.zrem(keys.ended(world.model), "gone")
+    end_large(world, engine, "r1", size=1000, budget=1500)
+    assert has_output(world, "r1")
+    assert not world.raw.exists(keys.record(world.model, "gone"))
+
+
+def test_old_outputs_give_way_when_memory_is_short(world: World) -> None:
+    engine = world.engine()
+    names = [f"r{number}" for number in range(20)]
+    for name in names:
+        end_large(world, engine, name, size=1 << 20, budget=1 << 30)
+    used = world.raw.info("memory")["used_memory"]
+    world.raw.config_set("maxmemory", int((used - (2 << 20)) / 0.8))  # two outputs more than new requests are admitted with
+    try:
+        assert isinstance(world.enqueue(world.request("new")), Enqueued)
+    finally:
+        world.raw.config_set("maxmemory", 0)
+    left = [has_output(world, name) for name in names]
+    assert left == sorted(left) and 15 < sum(left) < 20, "the oldest, and no more than was needed"
+
+
+def commands(world: World) -> int:
+    """That Redis ran so far, those of scripts among them."""
+    return sum(each["calls"] for each in world.raw.info("commandstats").values())
+
+
+def cost_of_an_end(world: World, engine: Engine) -> int:
+    before = commands(world)
+    world.end(engine, engine.running[0])
+    return commands(world) - before
+
+
+def test_an_end_costs_the_same_whatever_shares_its_clients_id(world: World) -> None:
+    engine = world.engine()
+    world.enqueue(*(world.request() for _ in range(10)))
+    world.take(engine, 10)
+    world.end(engine, engine.running[0])
+    few = cost_of_an_end(world, engine)
+    for _ in range(8):
+        world.enqueue(*(world.request() for _ in range(250)))
+    world.take(engine, 2000)
+    many = [cost_of_an_end(world, engine) for _ in range(5)]
+    assert max(many) <= few + 2
+    world.end(engine, *engine.running)
+    world.check_integrity()
