@@ -165,15 +165,23 @@ class World:
         assert view is not None
         return view
 
-    def save(self) -> dict[bytes, tuple[bytes, int]]:
-        """All keys, as Redis' file has them."""
-        return {key: (dump, max(0, self.raw.pttl(key))) for key in self.raw.keys() if (dump := self.raw.dump(key)) is not None}
+    def save(self) -> list[tuple[bytes, int, bytes]]:
+        """All keys at one moment, each with its time to live, as Redis' file has them."""
+        script = """
+        local saved = {}
+        for _, key in ipairs(redis.call('KEYS', '*')) do
+          saved[#saved + 1] = {key, math.max(0, redis.call('PTTL', key)), redis.call('DUMP', key)}
+        end
+        return saved"""
+        return [(key, ttl, dump) for key, ttl, dump in self.raw.eval(script, 0)]
 
-    def restore(self, saved: dict[bytes, tuple[bytes, int]]) -> None:
+    def restore(self, saved: list[tuple[bytes, int, bytes]]) -> None:
         """Redis comes back with what it had then."""
-        self.raw.flushall()
-        for key, (dump, ttl) in saved.items():
-            self.raw.restore(key, ttl, dump)
+        with self.raw.pipeline(transaction=True) as pipeline:
+            pipeline.flushall()
+            for key, ttl, dump in saved:
+                pipeline.restore(key, ttl, dump)
+            pipeline.execute()
 
     def roll_back_over(self, act: Callable[[], object]) -> None:
         """`act` happened, and Redis does not know any more."""

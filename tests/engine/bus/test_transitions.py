@@ -196,7 +196,7 @@ class Walk:
         engine has."""
         if self.random.random() < 0.5:
             self.world.raw.flushall()
-            self.saved = {}
+            self.saved = []
             self.zombies.clear()  # they end: Redis would take them for what they were
         else:
             self.world.restore(self.saved)
