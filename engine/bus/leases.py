@@ -106,7 +106,7 @@ def beat(
 
 
 def reclaim_slot(model: str, slot: str, incarnation: int, ttl: float = SLOT_TTL) -> Call[None]:
-    """Own the slot again after a wipe of Redis, under the same incarnation. Raises Fenced: another engine has claimed it."""
+    """Own the slot again after a wipe of Redis, under the same incarnation. Raises Fenced: a later engine has claimed it."""
     reclaim: Call[None] = Call(
         lambda answer: None,
         script("reclaim"),

@@ -155,7 +155,17 @@ local function drop_oldest_output()
   return true
 end
 
+-- Results whose records ran out take no room: each end looks at the two oldest.
+local function forget_oldest_outputs()
+  for _ = 1, 2 do
+    local oldest = redis.call('LINDEX', KEPT, 0)
+    if not oldest or redis.call('EXISTS', RECORD .. string.match(oldest, '^%d+ (.*)$')) == 1 then return end
+    drop_oldest_output()
+  end
+end
+
 local function keep_output(id, budget)
+  forget_oldest_outputs()
   local size = redis.call('HSTRLEN', RECORD .. id, 'output')
   if size == 0 then return end
   size = size + redis.call('HSTRLEN', RECORD .. id, 'outline')

@@ -50,12 +50,14 @@ def test_the_oldest_outputs_go_when_the_budget_is_spent(world: World) -> None:
 
 def test_an_output_whose_record_is_gone_takes_no_room(world: World) -> None:
     engine = world.engine()
-    end_large(world, engine, "gone", size=1000, budget=10_000)
-    world.raw.delete(keys.record(world.model, "gone"))
-    world.raw.zrem(keys.ended(world.model), "gone")
-    end_large(world, engine, "r1", size=1000, budget=1500)
-    assert has_output(world, "r1")
-    assert not world.raw.exists(keys.record(world.model, "gone"))
+    for name in ("x", "y", "z"):
+        end_large(world, engine, name, size=1000, budget=10_000)
+        world.raw.delete(keys.record(world.model, name))
+    for name in ("a", "b"):
+        end_large(world, engine, name, size=1000, budget=10_000)
+    assert int(world.raw.hget(keys.load(world.model), "kept") or 0) < 3000
+    assert [line.decode().split()[1] for line in world.raw.lrange(keys.kept(world.model), 0, -1)] == ["a", "b"]
+    assert not world.raw.exists(keys.record(world.model, "z")), "nothing of it is left"
 
 
 def test_old_outputs_give_way_when_memory_is_short(world: World) -> None:

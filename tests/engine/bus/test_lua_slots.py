@@ -159,6 +159,22 @@ def test_after_a_wipe_an_engine_owns_its_slot_again_under_its_incarnation(world:
     assert world.engine().slot == "2"
 
 
+def test_after_a_wipe_a_zombie_does_not_keep_the_slot_from_its_successor(world: World) -> None:
+    zombie = world.engine()
+    successor = world.replace(zombie)
+    world.raw.flushall()
+    request = world.request("a")
+    reclaim(world, zombie)
+    world.rebuild(zombie, request)
+    reclaim(world, successor)
+    for call in (reclaim, beat):
+        with pytest.raises(Fenced):
+            call(world, zombie)
+    assert world.take_over(zombie, sure=True).orphaned == 1, "as it does when it is fenced"
+    assert world.take(successor) == ["a"]
+    world.check_integrity()
+
+
 def test_incarnations_rise_across_a_wipe(world: World) -> None:
     """Though Redis' clock may have been set back since."""
     engine = world.engine()

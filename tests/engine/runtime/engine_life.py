@@ -49,7 +49,7 @@ class Life:
 
     def __post_init__(self) -> None:
         self.loop = EngineLoop(self.core, "model", [])
-        intake = SimpleNamespace(num_admitted=0, ring=lambda: None)
+        intake = SimpleNamespace(num_admitted=0, tokens_admitted=0, ring=lambda: None)
         publisher = SimpleNamespace(put=self._put)
         self.loop.attach(SimpleNamespace(), intake, publisher, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
 
