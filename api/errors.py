@@ -112,6 +112,13 @@ class NotFound(ApiError):
     type = "NotFoundError"
 
 
+class Conflict(ApiError):
+    """Another request has taken this one's place."""
+
+    status = 409
+    type = "ConflictError"
+
+
 class IdempotencyKeyReused(ApiError):
     """An Idempotency-Key stands for another body."""
 

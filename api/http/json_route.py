@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
@@ -40,7 +41,7 @@ class JsonRoute(APIRoute):
             except ClientDisconnect:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
             if idempotency_key(request.scope):
-                request.state.body_hash = body_hash(request.scope, raw)
+                request.state.body_hash = await _hash(request, raw)
             if len(raw) <= LARGE_BYTES:
                 try:
                     body = adapter.validate_json(raw)
@@ -59,6 +60,12 @@ class JsonRoute(APIRoute):
     async def _respond(self, body: Any, request: Request) -> Response:
         answer = await self.endpoint(body, request)
         return answer if isinstance(answer, Response) else json_response(answer)
+
+
+async def _hash(request: Request, raw: bytes) -> str:
+    if len(raw) <= LARGE_BYTES:
+        return body_hash(request.scope, raw)
+    return await run_in_threadpool(body_hash, request.scope, raw)
 
 
 async def _raw_body(request: Request) -> bytes:

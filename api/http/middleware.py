@@ -98,6 +98,9 @@ class _Exchange:
         return others + (given or [(ASGI_ID_HEADER, self.request_id.encode())])
 
 
+HEAD = "headrace.head"  # of ASGI scopes: the request is a HEAD, which a route sees as a GET
+
+
 class Methods:
     """Answers HEAD like GET, without the body, and OPTIONS with the methods of a path, of `*` (the server) with those of all paths.
     `routes`: of the application."""
@@ -109,7 +112,7 @@ class Methods:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = scope["method"] if scope["type"] == "http" else ""
         if method == "HEAD":  # the server, which has the outer scope, sends no body
-            inner = {**scope, "method": "GET"}
+            inner = {**scope, "method": "GET", HEAD: True}
             await self._app(inner, receive, send)
             scope["route"] = inner.get("route")
         elif method == "OPTIONS" and (allowed := self._allowed(scope)):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from api.errors import ApiError, BadRequest, GenerationError, as_api_error, sanitize_message
+from api.errors import ApiError, BadRequest, Conflict, GenerationError, as_api_error, sanitize_message
 from api.preparation.task import Task
 from api.response.logprobs import PromptLogprobsCollector
 from api.response.output_processor import Choice, ChoiceOutput
@@ -235,9 +235,9 @@ class PromptRun:
         self.final = end
         try:
             output = self.choices[choice].finish(end)
-            if output.finish_reason == FinishReason.ERROR:
-                self._note_end(FinishReason.ERROR)
-                raise _failure(end.error or "The engine could not go on with this request.")
+            if output.finish_reason == FinishReason.ERROR or (output.finish_reason == FinishReason.ABORT and end.error):
+                self._note_end(output.finish_reason)
+                raise _failure(end)
             if output.finish_reason is not None and not self._generation.ended:
                 self._say(output)
         except Exception as error:
@@ -263,6 +263,10 @@ class PromptRun:
             self._generation.sink.put(output)
 
 
-def _failure(error: str) -> ApiError:
-    """The engine's word as the client hears it: a fault of the request's own fields, or one of the server's."""
+def _failure(end: FinishedOutput) -> ApiError:
+    """The engine's word as the client hears it: a fault of the request's own fields, or one of the server's; or the word of the
+    process that ended the request in its stead."""
+    error = end.error or "The engine could not go on with this request."
+    if end.reason is FinishReason.ABORT:
+        return Conflict(sanitize_message(error))
     return (BadRequest if error.startswith(INVALID_REQUEST) else GenerationError)(sanitize_message(error))

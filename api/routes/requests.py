@@ -15,6 +15,7 @@ from starlette.responses import Response
 from api.app_state import Service, principal_of, service_of
 from api.continuation import continued_stream, recall, stored_answer
 from api.errors import ApiError, NotFound, json_response
+from api.http.middleware import HEAD
 from api.http.request_ids import is_safe_id
 from engine.bus import records
 from engine.bus.records import Found, RecordView
@@ -79,6 +80,8 @@ async def continue_stream(
 ) -> Response:
     service = service_of(request)
     model, record = await _find(request, request_id)
+    if request.scope.get(HEAD):  # to listen would take the stream from the one that does
+        return Response(media_type="text/event-stream")
     return await continued_stream(request, await recall(service, model, record), starting_after)
 
 

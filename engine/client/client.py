@@ -195,7 +195,7 @@ class AsyncClient:
             self._streams.pop(stream.handle, None)
             self._followers.add(stream)
         else:
-            stream.take_end(FinishReason.ERROR, TAKEN_UP_ELSEWHERE)
+            stream.take_end(FinishReason.ABORT, TAKEN_UP_ELSEWHERE)
 
     async def abort(self, model: str, request_id: str, timeout: float = 30.0) -> AbortResult:
         """End a request, of any API server, and wait until its engine confirms that its blocks are free. Raises BusUnavailable."""

@@ -84,7 +84,11 @@ def test_every_role_does_its_work_with_its_own_rights(guarded: dict[str, str], s
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
     ):
         until(lambda: client.get("/ready").status_code == 200, 30, tmp_path / "api")
-        assert client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 4}).status_code == 200
+        short = {"prompt": "Hello", "max_tokens": 4}
+        answers = [client.post("/v1/completions", json=short, headers={"Idempotency-Key": "one"}) for _ in range(2)]
+        assert {each.status_code for each in answers} == {200} and answers[0].text == answers[1].text
+        request_id = answers[0].headers["x-headrace-request-id"]
+        assert client.get(f"/v1/requests/{request_id}/stream").text.endswith("data: [DONE]\n\n")
         body = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()

@@ -106,8 +106,19 @@ async def test_the_earlier_stream_of_a_request_is_told_that_another_goes_on(pair
             request_id = answer.headers["x-headrace-request-id"]
             taking = asyncio.create_task(continued(there, request_id))
             events = await events_of(answer)
-        assert events[-2][1]["error"]["message"] == "The stream of this request goes on at another connection."
+        error = events[-2][1]["error"]
+        assert (error["code"], error["message"]) == (409, "The stream of this request goes on at another connection.")
         assert merged(await taking)[0]["ends"] == [("length", None)]
+
+
+async def test_a_head_request_takes_no_stream_from_its_listener(pair: Pair) -> None:
+    async with pair.client(0) as here, pair.client(1) as there:
+        async with here.stream("POST", COMPLETIONS, json={"stream": True, **TEXT, "max_tokens": 100}) as answer:
+            path = f"/v1/requests/{answer.headers['x-headrace-request-id']}/stream"
+            looked = await there.head(path)
+            assert (looked.status_code, looked.content) == (200, b"")
+            assert looked.headers["content-type"] == answer.headers["content-type"]
+            assert merged(await events_of(answer))[0]["ends"] == [("length", None)]
 
 
 async def test_another_tenants_stream_is_not_found_and_ids_are_checked(pair: Pair) -> None:
