@@ -15,6 +15,8 @@ local OWNER, PROGRESS, JOURNAL = KEYS[OWN_KEYS + 1], KEYS[OWN_KEYS + 2], KEYS[OW
 local incarnation, previous, flush_number, ttl, client_channel, budget = unpack(ARGV, 1, 6)
 local num_messages, num_started, num_ended, num_notices = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
 
+local EXPIRY_FLUSHES = 256 -- after which the journal's time to live begins anew
+
 local refused = not_owner(OWNER, incarnation)
 if refused then return refused end
 
@@ -27,7 +29,7 @@ local at = 11
 local messages_end = at + 2 * num_messages
 if num_messages > 0 then
   redis.call('XADD', JOURNAL, flush_number .. '-0', unpack(ARGV, at, messages_end - 1))
-  redis.call('PEXPIRE', JOURNAL, ttl)
+  if tonumber(flush_number) % EXPIRY_FLUSHES == 1 then redis.call('PEXPIRE', JOURNAL, ttl) end
 end
 
 while at < messages_end do
