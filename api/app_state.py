@@ -13,7 +13,7 @@ from typing import TypeVar
 from fastapi import Request
 
 from api.errors import RedisTrouble, ServiceUnavailable
-from api.http.auth import EVERYBODY, KeyRing, Principal
+from api.http.key_ring import EVERYBODY, KeyRing, Principal
 from api.metrics.metrics import Metrics, shared
 from api.model_files import ServedModel
 from api.model_registry import ServedModels
@@ -45,7 +45,7 @@ class Service:
     def __init__(self, config: ApiConfig, redis_config: RedisConfig) -> None:
         self.config = config
         self.redis_config = redis_config
-        self.keys = KeyRing(config.api_key)
+        self.keys = KeyRing(config.api_key, config.api_key_file)
         self.metrics = Metrics(config.metrics_prefix)
         self.metrics.engines = lambda: self._client.directory.engines if self._client is not None else []
         self.metrics.queues = lambda: self._client.directory.queues if self._client is not None else {}

@@ -14,8 +14,9 @@ from starlette.types import Scope
 from api.app_state import Service, principal_of, service_of
 from api.continuation import continued_stream, followed_answer, recall
 from api.errors import RETRY_AFTER, ApiError, BadRequest, IdempotencyKeyReused, ServiceUnavailable
-from api.http.auth import Principal, derive_cache_salt
+from api.http.auth import derive_cache_salt
 from api.http.headers import header
+from api.http.key_ring import Principal
 from api.http.persistence import MAX_STREAMED_CHOICES, grace_time, idempotency_key
 from api.http.request_ids import answer_headers, body_id, header_id, internal_ids
 from api.http.response_writer import response_writer

@@ -62,6 +62,11 @@ class ApiConfig:
         "NAME=KEY: the key allows inference; NAME:admin=KEY: it also allows listing, inspecting and aborting "
         "others' requests; repeatable",
     )
+    api_key_file: str = option(
+        "",
+        "file with more keys, one a line in the same form; NAME=sha256:HASH has the key's SHA-256 instead; "
+        "it is read again when it changes",
+    )
     allow_no_auth: bool = option(False, "allow an address that is not loopback without keys")
     served_model_name: list[str] = option(
         list,
@@ -121,6 +126,10 @@ class ApiConfig:
     disable_fastapi_docs: bool = option(False, "serve no /docs, /redoc and /openapi.json")
     metrics_prefix: str = option("headrace", "first word of metric names; vllm: for dashboards made for vLLM")
     shutdown_timeout: float = option(0.0, "seconds that running requests get after SIGTERM before they are aborted")
+
+    @property
+    def asks_for_keys(self) -> bool:
+        return bool(self.api_key or self.api_key_file)
 
 
 @dataclass

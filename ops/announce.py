@@ -45,7 +45,7 @@ def show_derived(config: ServeConfig, infos: Sequence[EngineInfo], parallel: Map
 def show_ready(config: ServeConfig, url: str) -> None:
     """One line on stdout, with a command to paste."""
     name = config.api.served_model_name[0]
-    key = ' -H "Authorization: Bearer $API_KEY"' if config.api.api_key else ""
+    key = ' -H "Authorization: Bearer $API_KEY"' if config.api.asks_for_keys else ""
     messages = [{"role": "user", "content": "Why is the sky blue?"}]
     # without a limit a small model may ramble to the end of its context
     body = json.dumps({"model": name, "stream": True, "temperature": 0.2, "max_tokens": 200, "messages": messages})

@@ -30,9 +30,10 @@ def bind(config: ApiConfig) -> socket.socket:
         )[0]
     except socket.gaierror:
         raise SettingError(f"cannot listen on {config.host}:{config.port}: no such address") from None
-    if not config.api_key and not config.allow_no_auth and not ipaddress.ip_address(address[0]).is_loopback:
+    if not config.asks_for_keys and not config.allow_no_auth and not ipaddress.ip_address(address[0]).is_loopback:
         raise SettingError(
-            f"{config.host} can be reached from other machines: give an --api-key NAME=KEY, or allow it with --allow-no-auth"
+            f"{config.host} can be reached from other machines: give an --api-key NAME=KEY or an --api-key-file, "
+            "or allow it with --allow-no-auth"
         )
     listener = socket.socket(family, kind, protocol)
     try:

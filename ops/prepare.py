@@ -53,14 +53,15 @@ def check(config: ServeConfig) -> None:
         raise SettingError("--distributed-executor-backend uni runs one rank only; --tensor-parallel-size above 1 needs mp")
     if not 0 < config.cache.gpu_memory_utilization <= 1:
         raise SettingError(f"--gpu-memory-utilization must be above 0 and at most 1, got {config.cache.gpu_memory_utilization}")
-    if config.api.api_key:
+    if config.api.asks_for_keys:
         from api.errors import ConfigurationError
-        from api.http.auth import KeyRing
+        from api.http.key_ring import KeyRing
 
-        try:
-            KeyRing(config.api.api_key)
-        except ConfigurationError as error:
-            raise SettingError(f"--api-key: {error}") from None
+        for flag, ring in (("--api-key", (config.api.api_key,)), ("--api-key-file", ([], config.api.api_key_file))):
+            try:
+                KeyRing(*ring)
+            except ConfigurationError as error:
+                raise SettingError(f"{flag}: {error}") from None
 
 
 def tell_of_no_effect(resolved: Resolved) -> None:

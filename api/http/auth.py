@@ -1,73 +1,20 @@
-"""API keys: the tenant that asks, and its rights. Keys are compared in constant time by their SHA-256.
-
-Without keys every client may do everything, so headrace then binds to loopback only (`check_exposure`).
-"""
+"""Who asks: the holder of an API key. Without keys every client may do everything, so headrace then binds to loopback only."""
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import ipaddress
 import socket
-from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.errors import ConfigurationError, Unauthorized, error_response
 from api.http.headers import header, route_path
+from api.http.key_ring import KeyRing, Principal
 from engine.config import ApiConfig
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/version", "/ping", "/metrics"})  # probes and scrapers carry no key
 SALT_LEN = 32  # hex digits: 128 bits
-
-
-@dataclass(frozen=True)
-class Principal:
-    """The holder of a key. `tenant` is the key's name, "" where no keys are configured."""
-
-    tenant: str = ""
-    admin: bool = False
-
-    def may_see(self, tenant: str) -> bool:
-        """Whether a request of `tenant` is this principal's to list, inspect and abort."""
-        return self.admin or tenant == self.tenant
-
-
-EVERYBODY = Principal(admin=True)
-
-
-class KeyRing:
-    """The configured keys, each `NAME=KEY` or `NAME:admin=KEY`; raises ConfigurationError for others."""
-
-    def __init__(self, entries: list[str]) -> None:
-        self._principals: list[tuple[bytes, Principal]] = []
-        for entry in entries:
-            owner, separator, key = entry.partition("=")
-            name, colon, role = owner.partition(":")
-            if not separator or not name or not key or (colon and role != "admin"):
-                raise ConfigurationError("an API key must be NAME=KEY or NAME:admin=KEY")
-            self._principals.append((_digest(key), Principal(name, admin=role == "admin")))
-
-    @property
-    def open(self) -> bool:
-        """No key is configured, and none is asked for."""
-        return not self._principals
-
-    def identify(self, authorization: str | None) -> Principal | None:
-        """The owner of a `Bearer` header's key, or None. Takes the same time whichever key matches."""
-        if self.open:
-            return EVERYBODY
-        scheme, _, key = (authorization or "").partition(" ")
-        digest = _digest(key.strip())
-        found: Principal | None = None
-        for known, principal in self._principals:
-            if hmac.compare_digest(known, digest):
-                found = principal
-        return found if scheme.lower() == "bearer" else None
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def derive_cache_salt(principal: Principal, salt: str | None) -> str:
@@ -79,10 +26,10 @@ def derive_cache_salt(principal: Principal, salt: str | None) -> str:
 
 def check_exposure(config: ApiConfig) -> None:
     """Raises ConfigurationError where the network could use a server without keys."""
-    if config.api_key or config.allow_no_auth or config.uds or _is_loopback(config.host):
+    if config.asks_for_keys or config.allow_no_auth or config.uds or _is_loopback(config.host):
         return
     raise ConfigurationError(
-        f"refusing to listen on {config.host or 'all addresses'} without API keys: give --api-key NAME=KEY, "
+        f"refusing to listen on {config.host or 'all addresses'} without API keys: give --api-key NAME=KEY or --api-key-file, "
         "listen on 127.0.0.1, or allow it with --allow-no-auth"
     )
 

@@ -128,6 +128,7 @@ def test_a_server_with_a_dead_part_ends_with_an_error(monkeypatch: pytest.Monkey
     [
         ApiConfig(host="0.0.0.0"),
         ApiConfig(api_key=["nonsense"]),
+        ApiConfig(api_key_file="/no/such/file"),
         ApiConfig(chat_template="/no/such/file"),
         ApiConfig(default_chat_template_kwargs="[1]"),
         ApiConfig(default_chat_template_kwargs="{"),
