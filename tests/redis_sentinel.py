@@ -12,6 +12,7 @@ from tests.redis_server import RedisServer, default_binary, free_port
 from tests.waiting import wait_for
 
 NAME = "the-master"
+REPLICATION = "replication"  # the user that replicas are
 
 
 class SentinelSetup:
@@ -20,6 +21,11 @@ class SentinelSetup:
     def __init__(self, sentinels: int = 1) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="headrace-test-sentinel-")
         self.servers = [RedisServer(None, "--repl-diskless-sync-delay", "0") for _ in range(2)]
+        for server in self.servers:
+            with redis.Redis.from_url(server.url) as client:
+                client.acl_setuser(REPLICATION, enabled=True, passwords=["+p"], commands=["+psync", "+replconf", "+ping"])
+                client.config_set("masteruser", REPLICATION)
+                client.config_set("masterauth", "p")
         master, replica = self.servers
         with redis.Redis.from_url(replica.url) as client:
             client.replicaof("127.0.0.1", str(master.port))
@@ -63,8 +69,7 @@ class SentinelSetup:
     def cut_replication(self) -> None:
         """From now on the replica gets nothing: it lacks what follows, as it does where a master dies before it has sent all."""
         with redis.Redis.from_url(self.master.url) as client:
-            client.config_set("client-output-buffer-limit", "replica 1 0 0")
-            client.config_set("repl-timeout", 3600)
+            client.acl_deluser(REPLICATION)
 
     def kill_master(self) -> None:
         """The replica takes its place: `servers` are exchanged when the Sentinels say so."""

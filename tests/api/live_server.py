@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from tests.redis_sentinel import SentinelSetup
 from tests.redis_server import RedisServer
 from tests.waiting import wait_for
 
@@ -22,14 +23,21 @@ MODEL = "tiny"
 
 
 class LiveServer:
-    """`engine` and `api`: command-line options of the two roles; `null`: settings of the null runner. Up when it is constructed."""
+    """`engine` and `api`: command-line options of the two roles; `null`: settings of the null runner; `redis`: another than one
+    without persistence, which this stops too. Up when it is constructed."""
 
     def __init__(
-        self, model: Path, engine: tuple[str, ...] = (), api: tuple[str, ...] = (), name: str = MODEL, null: str = ""
+        self,
+        model: Path,
+        engine: tuple[str, ...] = (),
+        api: tuple[str, ...] = (),
+        name: str = MODEL,
+        null: str = "",
+        redis: RedisServer | SentinelSetup | None = None,
     ) -> None:
         self.name = name
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "HEADRACE_LOG_LEVEL": "warning", "HEADRACE_NULL_RUNNER": null}
-        self.redis = RedisServer()
+        self.redis: Any = redis or RedisServer()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._model, self._engine_options, self._api_options = str(model), engine, api
         self.engine = self.start_engine()
