@@ -27,13 +27,13 @@ from tests.waiting import wait_for_async
 
 ENGINE = (*NULL_ENGINE, "--max-num-seqs", "8")
 API = ("--sse-keep-alive-interval", "0.2")
-NULL = "step_seconds=0.005"
+NULL = "step_seconds=0.008"
 AOF = ("--appendonly", "yes", "--appendfsync", "everysec", "--aof-timestamp-enabled", "yes", "--auto-aof-rewrite-percentage", "0")
 BODIES: list[dict[str, Any]] = [
     {"prompt": f"{index}", "seed": index, "max_tokens": 100 + 5 * index, "stream": index % 4 != 3, **more}
     for index, more in enumerate([{}, {"n": 2}, {"logprobs": 3}, {"temperature": 0}] * 3)
 ]
-MANY = 20  # tokens of the first stream, when the fault comes
+MANY = 5  # tokens of the first stream, when the fault comes
 
 Fault = Callable[[LiveServer], Awaitable[None]]
 
@@ -185,7 +185,12 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+SUITE = {"roll_back", "wipe", "cut_slow_subscribers"}  # the others cost two seconds each
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(FAULTS[name], id=name, marks=[] if name in SUITE else pytest.mark.soak) for name in FAULTS]
+)
 async def test_every_answer_is_that_of_a_calm_run(server: LiveServer, calm: list[Any], fault: Fault) -> None:
     await same_answers(server, fault, calm)
 

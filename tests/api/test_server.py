@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -97,6 +98,7 @@ class DyingService:
     """Stands for a server of which a background task dies as soon as it runs: no real one can be made to on demand."""
 
     config = ApiConfig()
+    metrics = SimpleNamespace(client_dropped=lambda: None)
     on_failure: Callable[[BaseException], None]
 
     async def drain(self, timeout: float) -> None:
