@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
+from api.admission import Admission
 from api.errors import RedisTrouble, ServiceUnavailable
 from api.http.key_ring import EVERYBODY, KeyRing, Principal
 from api.metrics.metrics import Metrics, shared
@@ -24,7 +25,6 @@ from api.response.pending_output import OutputBudget
 from api.response.request_metrics import AttachedObserver, RequestObserver
 from engine.bus.call import BusUnavailable, Trouble
 from engine.bus.connection import AsyncBus
-from engine.bus.enqueue import AdmissionLimits
 from engine.client.client import AsyncClient
 from engine.config import ApiConfig, RedisConfig
 
@@ -62,7 +62,7 @@ class Service:
             config.enable_prompt_tokens_details,
             config.return_tokens_as_token_ids,
         )
-        self.limits = AdmissionLimits(config.max_num_queued_reqs, config.max_num_queued_tokens)
+        self.admission = Admission(config)
         self.output_budget = OutputBudget(config.max_pending_bytes)
         self.draining = False
         self.observer = RequestObserver(self.metrics)

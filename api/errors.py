@@ -133,6 +133,13 @@ class PayloadTooLarge(ApiError):
     type = http.HTTPStatus(413).phrase
 
 
+class TooManyRequests(ApiError):
+    """The tenant has more in the queue than its share, while others wait too."""
+
+    status = 429
+    type = "RateLimitError"
+
+
 class ServiceUnavailable(ApiError):
     """Nothing wrong with the request: no engine, a full queue, Redis away, or a server that is stopping."""
 
@@ -156,6 +163,13 @@ class GenerationError(ApiError):
 
     status = 500
     type = "InternalServerError"
+
+
+class DeadlineExceeded(ApiError):
+    """The request took longer than it was allowed to."""
+
+    status = 504
+    type = "DeadlineExceededError"
 
 
 def sanitize_message(message: str) -> str:

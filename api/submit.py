@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import Scope
 
+from api.admission import engines_of, queue_headers, refusal_error
 from api.app_state import Service, principal_of, service_of
 from api.continuation import continued_stream, followed_answer, recall
 from api.errors import RETRY_AFTER, ApiError, BadRequest, IdempotencyKeyReused, ServiceUnavailable
@@ -21,7 +22,6 @@ from api.http.persistence import MAX_STREAMED_CHOICES, grace_time, idempotency_k
 from api.http.request_ids import answer_headers, body_id, header_id, internal_ids
 from api.http.response_writer import response_writer
 from api.model_files import ServedModel
-from api.model_registry import NO_ENGINE
 from api.preparation.rules import RequestRules
 from api.preparation.task import Task
 from api.request.schemas import SamplingFields
@@ -30,6 +30,7 @@ from api.response.chunk_format import AnswerFormat
 from api.response.generation import Generation
 from api.response.sse import EventSink, EventStream
 from api.response.stream_position import StreamPosition
+from api.time_limits import TimeLimits, time_limits
 from engine.bus import records
 from engine.bus.enqueue import Refused, Repeated
 from engine.client.client import AsyncClient
@@ -58,14 +59,16 @@ async def generate(
     """
     service = service_of(request)
     _admit(service)
+    limits = time_limits(request.scope, body, service.config)
     key, grace = idempotency_key(request.scope), grace_time(request.scope, body.resumable, service.config)
     if key and (earlier := await _earlier(request, key)) is not None:
         return earlier
     model = await service.models.resolve(service.client, body.model)
+    _check_queue(request, model)
     task = prepare(body, model, service.rules) if in_place else await service.prepare(request, prepare, body, model)
     generation = _make_generation(request, task, body.request_id, grace)
     try:
-        return await _answer(request, generation, format)
+        return await _answer(request, generation, format, limits)
     except Repeated as repeated:  # another API server enqueued it meanwhile
         return await _repeat(request, task.model.canonical_name, repeated)
 
@@ -105,6 +108,20 @@ def _admit(service: Service) -> None:
         raise ServiceUnavailable("The server is shutting down.", headers=RETRY_AFTER)
 
 
+def _check_queue(request: Request, model: ServedModel) -> None:
+    """Refuse early what the queue would refuse: before its template and its tokens cost anything."""
+    service = service_of(request)
+    try:
+        service.admission.check(service.client, model.canonical_name, principal_of(request).tenant)
+    except Refused as refusal:
+        raise _refused(service, model, refusal) from refusal
+
+
+def _refused(service: Service, model: ServedModel, refusal: Refused) -> ApiError:
+    service.metrics.refused(model.first_name, refusal.reason)
+    return refusal_error(refusal, engines_of(service.client, model.canonical_name))
+
+
 def _make_generation(request: Request, task: Task, given_id: str | None, grace: float) -> Generation:
     """The generation that will answer `request`; nothing of it is enqueued yet. `given_id`: the body's. Raises BadRequest."""
     own: str = request.state.request_id
@@ -113,20 +130,20 @@ def _make_generation(request: Request, task: Task, given_id: str | None, grace: 
     return Generation(task, external, ids, time.time(), principal_of(request).tenant, service_of(request).observer, grace)
 
 
-async def _answer(request: Request, generation: Generation, make_format: MakeFormat) -> Response:
+async def _answer(request: Request, generation: Generation, make_format: MakeFormat, limits: TimeLimits) -> Response:
     """Enqueue the prompts of `generation` and make the response: events as they come, or all in one piece."""
     service, headers = service_of(request), answer_headers(generation.external_id, generation.internal_ids)
     if generation.task.stream:
         format = make_format(generation, service.config, _first_position(generation))
         events = generation.sink = EventSink(format, service.output_budget)
         try:
-            await _submit(request, generation)
+            headers |= await _submit(request, generation, limits)
         except BaseException:
             events.close()
             raise
         return EventStream(generation, events, headers, service.config.sse_keep_alive_interval)
     whole = generation.sink = WholeAnswer(generation.task.num_choices)
-    await _submit(request, generation)
+    headers |= await _submit(request, generation, limits)
     format = make_format(generation, service.config, None)
     return await whole_response(generation, whole, format, response_writer(request.scope), headers)
 
@@ -142,8 +159,8 @@ def _first_position(generation: Generation) -> StreamPosition | None:
     return StreamPosition(num_choices)
 
 
-async def _submit(request: Request, generation: Generation) -> None:
-    """Enqueue all prompts of `generation` or none."""
+async def _submit(request: Request, generation: Generation, limits: TimeLimits) -> dict[str, str]:
+    """Enqueue all prompts of `generation` or none. Returns headers that say where the first one stands in the queue."""
     service = service_of(request)
     _admit(service)
     task = generation.task
@@ -159,14 +176,21 @@ async def _submit(request: Request, generation: Generation) -> None:
         idempotency_key=idempotency_key(request.scope),
         body_hash=getattr(request.state, "body_hash", ""),
         answer=task.answer,
+        weight=service.admission.weight(generation.tenant),
+        timeout=limits.total,
+        queue_timeout=limits.waiting,
     )
     requests = _engine_requests(request.scope, principal_of(request), service.client, generation, facts)
+    client, model = service.client, task.model.canonical_name
     try:
-        streams = await service.client.add(task.model.canonical_name, requests, generation.runs, service.limits)
+        streams = await client.add(model, requests, generation.runs, service.admission.limits(client, model))
     except Refused as refusal:
-        service.metrics.refused(task.model.first_name, refusal.reason)
-        raise _refusal_error(refusal) from refusal
+        service.admission.note_refusal(client, model, generation.tenant, refusal)
+        raise _refused(service, task.model, refusal) from refusal
     generation.begin(streams)
+    if limits.total:
+        generation.limit_time(limits.total)
+    return queue_headers(streams[0].num_before or 0, engines_of(client, model))
 
 
 def _engine_requests(
@@ -210,18 +234,3 @@ def _priority(scope: Scope, own: int) -> int:
     if priority not in INT64:
         raise BadRequest(f"{PRIORITY_HEADER} must be an integer of 64 bits.", param=PRIORITY_HEADER)
     return priority
-
-
-def _refusal_error(refusal: Refused) -> ApiError:
-    match refusal.reason:
-        case "max_num_queued_reqs" | "max_num_queued_tokens":
-            message = f"The server is overloaded: {refusal}. Try again later."
-        case "no_engine":
-            message = NO_ENGINE
-        case "memory":
-            message = "The request queue is out of memory. Try again later."
-        case "aborted":
-            return BadRequest("The request was aborted before it began.")
-        case _:
-            message = "The request could not be queued. Try again."
-    return ServiceUnavailable(message, headers=RETRY_AFTER)

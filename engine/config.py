@@ -80,10 +80,24 @@ class ApiConfig:
     )
     default_chat_template_kwargs: str | None = option(None, "JSON object with variables for every chat template")
     max_num_queued_reqs: int | None = option(
-        None, "most choices that wait or run for a model; a request beyond them is a 503 with Retry-After"
+        None, "most choices that wait or run for a model; a request beyond them is a 503 with Retry-After, or a 429"
     )
     max_num_queued_tokens: int | None = option(
-        None, "most prompt tokens that wait for a model; a request beyond them is a 503 with Retry-After"
+        None, "most prompt tokens that wait for a model; a request beyond them is a 503 with Retry-After, or a 429"
+    )
+    max_queue_seconds: float = option(
+        180.0,
+        "longest time that a request may have to wait for an engine, by the engines' measured pace; a request beyond that is a 503 "
+        "with Retry-After, or a 429; 0: no limit",
+    )
+    default_timeout: float = option(
+        0.0, "seconds after which a request that names no `timeout` ends with an error, however far it is; 0: never"
+    )
+    default_queue_timeout: float = option(
+        0.0, "seconds that a request without a `queue_timeout` may wait for an engine before it ends with an error; 0: any time"
+    )
+    tenant_weight: list[str] = option(
+        list, "NAME=WEIGHT: share of a key's tenant in the engines and in the queue, against the others' 1; repeatable"
     )
     record_retention: int = option(3600, "seconds for which the record of an ended request is kept, whichever process ended it")
     resumable_grace: float = option(

@@ -21,7 +21,9 @@ from gpu.plan import Count, Int64
 from gpu.plan import SamplingParams as SamplingParams
 
 PROTOCOL_VERSION = 1
-TIMED_OUT = "The request's deadline: "  # the beginning of an error that says that a request was late
+TIMED_OUT = "The request's deadline passed "  # the beginning of the errors of late requests
+LATE_IN_QUEUE = f"{TIMED_OUT}while it waited for an engine."
+LATE = f"{TIMED_OUT}before its output was complete."
 
 Struct = TypeVar("Struct")
 Choice = Annotated[int, Meta(ge=-1, lt=2**31)]  # -1, where it may stand: all
@@ -261,6 +263,7 @@ class Abort(msgspec.Struct, array_like=True, tag=1):
     stop_reason: str | None = None
     reply_to: str = ""
     token: str = ""
+    error: str | None = None  # with reason ERROR: why
 
 
 class Lack(msgspec.Struct, array_like=True):
@@ -323,6 +326,7 @@ class EngineStats(msgspec.Struct):
     step_seconds_buckets: list[int] = []  # cumulative counts under STEP_SECONDS_BOUNDS, +Inf last
     step_seconds_sum: float = 0.0  # of the workers' time for steps
     step_slowdown: float = 1.0  # what steps take, over what the worker measured when the engine started
+    choices_per_second: float = 0.0  # that it gets done while it is full; 0.0: not known yet
 
 
 ITERATION_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

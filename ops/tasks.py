@@ -15,6 +15,7 @@ from engine.bus.attachments import detach
 from engine.bus.call import BusUnavailable
 from engine.bus.clock import redis_time
 from engine.bus.connection import Bus
+from engine.bus.deadlines import expire_late
 from engine.protocol import Abort
 from ops.celery_app import REDIS_URL, app
 
@@ -68,6 +69,13 @@ def take_over_dead_engines(bus: Bus) -> int:
         for dead in bus.run(leases.dead_engines(model)):
             taken += sum(bus.run(transitions.takeover(model, dead.slot, dead.incarnation)))
     return taken
+
+
+@app.task
+@_unless_redis_is_away
+def expire_late_requests(bus: Bus) -> int:
+    """End requests that are past their deadline. Returns how many."""
+    return sum(sum(bus.run(expire_late(model))) for model in bus.run(leases.models()))
 
 
 @app.task

@@ -85,6 +85,8 @@ class SamplingFields(ApiModel):
     echo: bool | None = False
 
     priority: Int64 = 0
+    timeout: Number | None = None
+    queue_timeout: Number | None = None
     request_id: str | None = None
     cache_salt: str | None = None
     user: str | None = None

@@ -6,18 +6,19 @@ aborted or fails. The sink is told once that nothing follows. Nothing here waits
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from api.errors import ApiError, BadRequest, Conflict, GenerationError, as_api_error, sanitize_message
+from api.errors import ApiError, BadRequest, Conflict, DeadlineExceeded, GenerationError, as_api_error, sanitize_message
 from api.preparation.task import Task
 from api.response.logprobs import PromptLogprobsCollector
 from api.response.output_processor import Choice, ChoiceOutput
 from api.response.usage import Usage
 from engine.client.request_stream import RequestStream
-from engine.protocol import INVALID_REQUEST, FinishedOutput, FinishReason, OutputLogprobs, OutputPromptLogprobs
+from engine.protocol import INVALID_REQUEST, LATE, TIMED_OUT, FinishedOutput, FinishReason, OutputLogprobs, OutputPromptLogprobs
 
 logger = logging.getLogger("headrace.api")
 
@@ -74,6 +75,7 @@ class Generation:
         self.choices = [choice for run in self.runs for choice in run.choices]
         self._num_running = len(self.choices)  # choices whose engine has not sent the end
         self._streams: Sequence[RequestStream] = ()
+        self._timer: asyncio.TimerHandle | None = None  # of the deadline
         self._observer = observer
         self._observe_gap: Callable[[float], None]
 
@@ -109,6 +111,17 @@ class Generation:
             self.fail(error)
         else:
             self._end()
+
+    def limit_time(self, seconds: float) -> None:
+        """End everything with an error after so many seconds from now."""
+        if not self.ended:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        if not self.ended:
+            for stream in self._streams:
+                stream.abort(FinishReason.ERROR)
+            self.fail(DeadlineExceeded(LATE))
 
     def fail(self, error: Exception) -> None:
         """End everything now with an error. Idempotent."""
@@ -158,6 +171,8 @@ class Generation:
     def _end(self, error: ApiError | None = None) -> None:
         if not self.ended:
             self.ended = True
+            if self._timer is not None:
+                self._timer.cancel()
             self.sink.end(error)
 
 
@@ -269,4 +284,6 @@ def _failure(end: FinishedOutput) -> ApiError:
     error = end.error or "The engine could not go on with this request."
     if end.reason is FinishReason.ABORT:
         return Conflict(sanitize_message(error))
+    if error.startswith(TIMED_OUT):
+        return DeadlineExceeded(error)
     return (BadRequest if error.startswith(INVALID_REQUEST) else GenerationError)(sanitize_message(error))

@@ -11,6 +11,7 @@ from engine.bus.call import Argument, Call, flat, milliseconds, script
 from engine.protocol import EngineCoreRequest, RequestFacts, encode
 
 MEMORY_SHARE = 0.8  # of maxmemory, beyond which nothing new is admitted
+QUEUE_LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens", "max_queue_seconds")  # reasons of refusal
 OUTPUTS_DROPPED_AT_ONCE = 256  # Redis answers no other client meanwhile
 MAX_EXACT = 2**53  # Lua's numbers are doubles
 
@@ -19,6 +20,7 @@ MAX_EXACT = 2**53  # Lua's numbers are doubles
 class AdmissionLimits:
     max_num_queued_reqs: int | None = None  # choices waiting or running for the model, the new ones included
     max_num_queued_tokens: int | None = None  # prompt tokens waiting for the model, before the new ones
+    max_num_waiting: int | None = None  # choices waiting for the model, before the new ones: as many as --max-queue-seconds allows
     require_engine: bool = True  # refuse where no engine of the model lived within the failover time
     memory_share: float = MEMORY_SHARE  # of Redis' maxmemory, where it is set; 0: not checked
 
@@ -26,23 +28,28 @@ class AdmissionLimits:
 @dataclass(frozen=True)
 class Enqueued:
     entries: list[str]  # ids in the requests stream, in the order of the requests
+    num_before: int = 0  # requests that wait before the first one
 
 
 @dataclass
 class Refused(Exception):
     """Nothing of the list was enqueued."""
 
-    reason: str  # "max_num_queued_reqs" | "max_num_queued_tokens" | "no_engine" | "memory" | "aborted" | "duplicate"
+    reason: str  # a name of QUEUE_LIMITS, or "no_engine" | "memory" | "aborted" | "duplicate"
     value: int = 0  # what was measured against the limit; bytes for "memory"
     limit: int = 0
     request_id: str = ""  # of an "aborted" or "duplicate" one
+    of_tenant: bool = False  # value and limit are the tenant's: others may still send requests
 
     def __str__(self) -> str:
+        of, limit = (" of this tenant", "its share of the limit") if self.of_tenant else ("", "the limit")
         match self.reason:
             case "max_num_queued_reqs":
-                return f"with the new ones {self.value} choices would wait or run, the limit is {self.limit}"
+                return f"with the new ones {self.value} choices{of} would wait or run, {limit} is {self.limit}"
             case "max_num_queued_tokens":
-                return f"{self.value} prompt tokens wait, the limit is {self.limit}"
+                return f"{self.value} prompt tokens{of} wait, {limit} is {self.limit}"
+            case "max_queue_seconds":
+                return f"{self.value} choices{of} wait, {self.limit} can be begun in the longest time that one may wait"
             case "memory":
                 return f"Redis uses {self.value} bytes, new requests stop at {self.limit}"
             case "no_engine":
@@ -70,6 +77,7 @@ def enqueue(
     arguments: list[Argument] = [
         -1 if limits.max_num_queued_reqs is None else limits.max_num_queued_reqs,
         -1 if limits.max_num_queued_tokens is None else limits.max_num_queued_tokens,
+        -1 if limits.max_num_waiting is None else limits.max_num_waiting,
         int(limits.require_engine),
         limits.memory_share,
         keys.wake_channel(model),
@@ -82,11 +90,11 @@ def enqueue(
 
     def decode(answer: list[Any]) -> Enqueued | Refused | Repeated:
         if answer[0] == b"ok":
-            return Enqueued([entry.decode() for entry in answer[1:]])
+            return Enqueued([entry.decode() for entry in answer[2:]], int(answer[1] or 0))
         if answer[0] == b"repeated":
             return Repeated(answer[1].decode(), answer[2].decode())
-        reason, value, limit, request_id = answer[1:]
-        return Refused(reason.decode(), int(value), int(limit), request_id.decode())
+        reason, value, limit, request_id, of_tenant = answer[1:]
+        return Refused(reason.decode(), int(value), int(limit), request_id.decode(), of_tenant == b"1")
 
     return Call(
         decode,

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.bus import keys
 from engine.bus.call import Call
+from engine.bus.records import parse_fields
+
+
+@dataclass(frozen=True)
+class TenantLoad:
+    """What one tenant has in the queue. The names are those of the sums in Redis."""
+
+    requests: int = 0  # choices that wait or run
+    waiting: int = 0  # choices not taken by any engine
+    tokens: int = 0  # of prompts that wait
 
 
 @dataclass(frozen=True)
@@ -18,18 +29,22 @@ class QueueDepth:
     waiting_tokens: int  # of prompts
     live: int  # requests that wait or run
     live_choices: int
+    tenants: Mapping[str, TenantLoad] = field(default_factory=dict, compare=False)  # those that have requests
+
+    @property
+    def everybody(self) -> TenantLoad:
+        return TenantLoad(self.live_choices, self.waiting_choices, self.waiting_tokens)
 
 
 def queue_depth(model: str) -> Call[QueueDepth]:
     def decode(answers: list[Any]) -> QueueDepth:
-        waiting_choices, waiting_tokens, live_choices = (int(value or 0) for value in answers[2])
-        return QueueDepth(int(answers[0]), waiting_choices, waiting_tokens, int(answers[1]), live_choices)
+        waiting, live, flat = answers
+        sums = {name: int(value) for name, value in parse_fields(flat).items()}
+        names = [name.removeprefix("requests:") for name in sums if name.startswith("requests:")]
+        tenants = {
+            name: TenantLoad(*(sums.get(f"{what}:{name}", 0) for what in ("requests", "waiting", "tokens"))) for name in names
+        }
+        return QueueDepth(int(waiting), sums.get("waiting", 0), sums.get("tokens", 0), int(live), sums.get("requests", 0), tenants)
 
-    commands = (
-        ("ZCARD", keys.order(model)),
-        ("ZCARD", keys.live(model)),
-        ("HMGET", keys.load(model), "waiting", "tokens", "requests"),
-    )
-    return Call(
-        decode, commands=commands
-    )  # no transaction: Redis refuses those when it is out of memory, and reads alone it answers
+    commands = (("ZCARD", keys.order(model)), ("ZCARD", keys.live(model)), ("HGETALL", keys.load(model)))
+    return Call(decode, commands=commands, transaction=True)

@@ -12,7 +12,7 @@ from engine.bus.call import Argument, Call, flat, milliseconds, script
 from engine.bus.control import COMMANDS_KEPT, CONTROL_TTL
 from engine.bus.records import RecordView, parse_fields, parse_record
 from engine.fault_points import reach
-from engine.protocol import TIMED_OUT, Abort, FinishReason, RequestTimes, decode_control, encode
+from engine.protocol import LATE_IN_QUEUE, Abort, FinishReason, RequestTimes, decode_control, encode
 
 TOMBSTONE_TTL = 600.0  # seconds that an abort waits for a request that it overtook
 JOURNAL_TTL = 3600.0  # seconds that a journal outlives its engine
@@ -90,7 +90,7 @@ def take(
             room,
             int(FinishReason.ERROR),
             keys.client_channel(),
-            f"{TIMED_OUT}it passed while the request waited.",
+            LATE_IN_QUEUE,
         ),
     )
 

@@ -33,6 +33,7 @@ from engine.client.followers import Followers
 from engine.client.repairs import Repairs
 from engine.client.request_stream import FIRST_PAUSE, Receiver, RequestStream
 from engine.protocol import (
+    LATE,
     Abort,
     ClientMessage,
     ControlReply,
@@ -134,8 +135,9 @@ class AsyncClient:
             for stream in streams:
                 self._forget(stream)
             raise outcome
-        for stream in streams:
+        for place, stream in enumerate(streams):
             stream.enqueued = True
+            stream.num_before = outcome.num_before + place
         return streams
 
     async def attach(self, model: str, requests: list[EngineCoreRequest], receivers: Sequence[Receiver]) -> list[RequestStream]:
@@ -239,6 +241,7 @@ class AsyncClient:
                 await self.directory.refresh()
                 await self.directory.check_admission()
                 await self.directory.take_over_dead_engines()
+                await self.directory.expire_late_requests()
             except BusUnavailable as error:
                 self.directory.trouble = error.trouble
                 logger.warning("%s", error)
@@ -253,7 +256,8 @@ class AsyncClient:
         if reason is FinishReason.ABORT and stream.grace:
             self._spawn(self._outlive(stream), self._graces)
         else:
-            self._errand(self._end(stream, Abort(stream.request_id, choice, reason, keep, stop_reason)))
+            error = LATE if reason is FinishReason.ERROR else None
+            self._errand(self._end(stream, Abort(stream.request_id, choice, reason, keep, stop_reason, error=error)))
 
     async def _outlive(self, stream: RequestStream) -> None:
         """A request whose client has gone goes on for its grace time, and ends then, unless another stream listens to it."""

@@ -9,6 +9,7 @@ from engine.bus import leases, transitions
 from engine.bus.alarms import alarms as alarms_of
 from engine.bus.call import BusUnavailable, Trouble
 from engine.bus.connection import AsyncBus
+from engine.bus.deadlines import expire_late
 from engine.bus.enqueue import accepts, make_room
 from engine.bus.queue_depth import QueueDepth, queue_depth
 from engine.protocol import EngineInfo
@@ -101,6 +102,13 @@ class Directory:
     async def _make_room(self) -> int:
         """Returns how many results gave way."""
         return sum([await self._bus.run(make_room(name)) for name in sorted(self.known_models)])
+
+    async def expire_late_requests(self) -> None:
+        """End requests that are past their deadline. Raises BusUnavailable."""
+        for name in sorted(self.known_models):
+            late = await self._bus.run(expire_late(name))
+            if any(late):
+                logger.info("%s: %d requests were late in the queue, %d while they ran", name, *late)
 
     async def take_over_dead_engines(self) -> None:
         """Let the requests of engines that had no heartbeat for a whole time to live, while Redis was up, wait for the next engine;

@@ -72,6 +72,7 @@ class RequestStream:
         self.enqueued = False  # Redis has said so: the request's record exists
         self.next_look = 0.0  # the client's clock: when it asks for output, if none comes before
         self.pause = FIRST_PAUSE  # seconds before that
+        self.num_before: int | None = None  # requests that waited before it when that was last asked; None: it does not wait
         self.missed_since: float | None = None  # when Redis was first found to have no record of it
         self._choices = [_Choice(index) for index in range(request.sampling.n)]
         self._num_open = len(self._choices)
@@ -86,14 +87,14 @@ class RequestStream:
     def done(self) -> bool:
         return not self._num_open
 
-    def abort(self) -> None:
-        """Nothing more is wanted, and nothing more is handed on. Idempotent, and harmless after the end."""
+    def abort(self, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Nothing more is wanted, and nothing more is handed on. Idempotent, and harmless after the end. ERROR: it is late."""
         if not self.done:
             for choice in self._choices:
                 choice.finished = True
             self._num_open = 0
             self._closed(self)
-            self._finish(self, -1, FinishReason.ABORT, -1, None)
+            self._finish(self, -1, reason, -1, None)
 
     # What the client's subscriber calls
 

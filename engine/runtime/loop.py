@@ -25,6 +25,7 @@ from engine.runtime.kv_pressure import KVPressure
 from engine.runtime.publisher import Publisher, StepEvents
 from engine.runtime.reconciliation import Forget, StoreOutputs
 from engine.runtime.replay import replay
+from engine.runtime.service_rate import ServiceRate
 from engine.runtime.slot_owner import SlotOwner
 from engine.runtime.utility_calls import UtilityCalls
 from engine.runtime.watchdog import Watchdog
@@ -51,6 +52,7 @@ class EngineLoop:
         self._deadline = math.inf  # monotonic
         self._failure: BaseException | None = None
         self._pressure = KVPressure(core.limits)
+        self._service_rate = ServiceRate()
 
     def attach(self, owner: SlotOwner, intake: Intake, publisher: Publisher, heartbeat: Heartbeat, watchdog: Watchdog) -> None:
         self.owner = owner
@@ -162,7 +164,7 @@ class EngineLoop:
         if order.reason is FinishReason.STOP and order.keep > request.num_output_tokens:
             request.ordered_stop = order.keep, order.stop_reason
         else:
-            request.end(order.reason, order.keep, order.stop_reason, None, self.core.clock())
+            request.end(order.reason, order.keep, order.stop_reason, order.error, self.core.clock())
 
     def _end(self, held: HeldRequest, error: str, events: StepEvents) -> None:
         """End a request whose choices may or may not have reached the core."""
@@ -205,7 +207,7 @@ class EngineLoop:
         if held is None:
             self.held.remember_abort(command)
         else:
-            self.core.finish(command.request_id, command.choice, command.reason, command.keep, command.stop_reason)
+            self.core.finish(command.request_id, command.choice, command.reason, command.keep, command.stop_reason, command.error)
         if held is not None and held.is_open(command.choice):
             held.promises.append(command)  # kept when the blocks are free
         else:
@@ -310,7 +312,10 @@ class EngineLoop:
             place = waiting if all(request.status.waits for request in held.choices) else progress
             place[held.source.request_id] = self._num_output_tokens(held)
         stats = self.core.stats()
-        self._pressure.look(stats, time.monotonic())
+        now = time.monotonic()
+        self._pressure.look(stats, now)
+        is_full = stats.num_waiting > 0 or stats.num_running >= self.core.limits.max_num_seqs
+        stats.choices_per_second = self._service_rate.look(now, sum(stats.finished.values()), is_full)
         self.heartbeat.publish(stats, progress, waiting)
 
     def _num_output_tokens(self, held: HeldRequest) -> int:

@@ -1,22 +1,24 @@
 -- enqueue: a list of requests becomes entries of the stream, each with its record and its place in the order; all of them or none.
 --
 -- KEYS ledger, then served
--- ARGV most choices (-1: any), most waiting prompt tokens (-1: any), require an engine, or one that lived lately (0, 1), share of maxmemory, wake channel,
---      number of requests; of each: id, payload, number of field names and values, these
--- Answer: ok and the entries; or refused, reason, measured value, limit, request id; or repeated, request id, hash of its body.
+-- ARGV most choices (-1: any), most waiting prompt tokens (-1: any), most waiting choices (-1: any), require an engine, or one that
+--      lived lately (0, 1), share of maxmemory, wake channel, number of requests; of each: id, payload, number of field names and
+--      values, these
+-- Answer: ok, how many requests wait before the first one, and the entries; or refused, reason, measured value, limit, request id, is it
+-- the tenant's share of the limit that is used up (0, 1); or repeated, request id, hash of its body.
 --
 -- Sent twice: requests that stand there with the same API server and handle are answered with their entries.
 
 local SERVED = KEYS[OWN_KEYS + 1]
-local max_requests, max_tokens, require_engine, memory_share, wake = unpack(ARGV, 1, 5)
+local max_requests, max_tokens, max_waiting, require_engine, memory_share, wake = unpack(ARGV, 1, 6)
 
-local function refused(reason, value, limit, id)
-  return {'refused', reason, string.format('%d', value), string.format('%d', limit), id}
+local function refused(reason, value, limit, id, of_tenant)
+  return {'refused', reason, string.format('%d', value), string.format('%d', limit), id, of_tenant and '1' or '0'}
 end
 
 local function parse_requests()
-  local requests, at = {}, 7
-  for i = 1, tonumber(ARGV[6]) do
+  local requests, at = {}, 8
+  for i = 1, tonumber(ARGV[7]) do
     local length = tonumber(ARGV[at + 2])
     local fields = {unpack(ARGV, at + 3, at + 2 + length)}
     requests[i] = {id = ARGV[at], payload = ARGV[at + 1], fields = fields}
@@ -28,7 +30,7 @@ end
 
 -- The entries of requests that were enqueued by an earlier sending; or a refusal; or neither.
 local function known_already(requests)
-  local entries = {'ok'}
+  local entries = {'ok', 0}
   for _, request in ipairs(requests) do
     local record = redis.call('HMGET', RECORD .. request.id, 'client', 'handle', 'entry')
     if record[1] == request.client and record[2] == request.handle then
@@ -39,8 +41,8 @@ local function known_already(requests)
       return refused('aborted', 0, 0, request.id)
     end
   end
-  if #entries == 1 then return nil end
-  if #entries <= #requests then return refused('duplicate', 0, 0, requests[1].id) end
+  if #entries == 2 then return nil end
+  if #entries < #requests + 2 then return refused('duplicate', 0, 0, requests[1].id) end
   return entries
 end
 
@@ -59,21 +61,47 @@ local function repeats(request)
   return {'repeated', id, body_hash}
 end
 
+-- A tenant's part of the weights of all tenants that have requests, itself among them.
+local function share_of(tenant, weight)
+  local load, sum = redis.call('HGETALL', LOAD), weight
+  for i = 1, #load, 2 do
+    local other = string.match(load[i], '^requests:(.*)$')
+    if other and other ~= tenant then sum = sum + tonumber(redis.call('HGET', FAIR, 'weight:' .. other) or 1) end
+  end
+  return weight / sum
+end
+
+-- A limit counts what all tenants have in the queue. Once that is used up, a tenant still gets its share of it, so that no tenant's
+-- requests keep another's out. engine/client/admission.py foretells the same from older numbers.
+local function check_limit(reason, most, sum, new, first)
+  most = tonumber(most)
+  if most < 0 then return nil end
+  local weight, field = tonumber(first.weight or 1), sum .. ':' .. first.tenant
+  local found = redis.call('HMGET', LOAD, sum, field)
+  local value, own = tonumber(found[1] or 0) + new, tonumber(found[2] or 0) + new
+  -- What waits is compared before the new requests come: however many they are, they may come to an empty queue.
+  local function is_beyond(amount, limit) return amount > limit or (new == 0 and amount == limit) end
+  if not is_beyond(value, most) then return nil end
+  local share = share_of(first.tenant, weight)
+  if share == 1 then return refused(reason, value, most, '') end
+  if is_beyond(own, most * share) then return refused(reason, own, math.floor(most * share), '', true) end
+  return nil
+end
+
+local function check_queue(requests)
+  local choices = 0
+  for _, request in ipairs(requests) do choices = choices + tonumber(request.n) end
+  return check_limit('max_num_queued_reqs', max_requests, 'requests', choices, requests[1])
+    or check_limit('max_num_queued_tokens', max_tokens, 'tokens', 0, requests[1])
+    or check_limit('max_queue_seconds', max_waiting, 'waiting', 0, requests[1])
+end
+
 local function check_limits(requests)
   if require_engine == '1' and redis.call('EXISTS', SERVED) == 0 then return refused('no_engine', 0, 0, '') end
   local used, limit = memory_beyond(memory_share)
   while used and drop_oldest_output() do used, limit = memory_beyond(memory_share) end -- old results give way to new requests
   if used then return refused('memory', used, limit, '') end
-  local load = redis.call('HMGET', LOAD, 'requests', 'tokens')
-  local choices, tokens = tonumber(load[1] or 0), tonumber(load[2] or 0)
-  for _, request in ipairs(requests) do choices = choices + tonumber(request.n) end
-  if tonumber(max_requests) >= 0 and choices > tonumber(max_requests) then
-    return refused('max_num_queued_reqs', choices, tonumber(max_requests), '')
-  end
-  if tonumber(max_tokens) >= 0 and tokens >= tonumber(max_tokens) then
-    return refused('max_num_queued_tokens', tokens, tonumber(max_tokens), '')
-  end
-  return nil
+  return check_queue(requests)
 end
 
 local FIRST_OUTPUT = 128 -- tokens that an output is taken for until the tenant's first one has ended
@@ -111,7 +139,12 @@ local function charge(requests)
     if not its then
       local stored = redis.call('HMGET', FAIR, 'finish:' .. tenant, 'last:' .. tenant, 'mean:' .. tenant)
       local waits = redis.call('HEXISTS', LOAD, 'waiting:' .. tenant) == 1
-      its = {finish = tonumber(stored[1] or 0), last = waits and tonumber(stored[2] or 0) or 0, mean = tonumber(stored[3] or FIRST_OUTPUT)}
+      its = {
+        finish = tonumber(stored[1] or 0),
+        last = waits and tonumber(stored[2] or 0) or 0,
+        mean = tonumber(stored[3] or FIRST_OUTPUT),
+        weight = request.weight or '1',
+      }
       tenants[tenant] = its
     end
     local charged = expected_tokens(request, its.mean)
@@ -120,13 +153,25 @@ local function charge(requests)
     request.start, request.charged = string.format('%.0f', its.last), string.format('%.0f', charged)
   end
   for tenant, its in pairs(tenants) do
-    redis.call('HSET', FAIR, 'finish:' .. tenant, string.format('%.0f', its.finish), 'last:' .. tenant, string.format('%.0f', its.last))
+    redis.call('HSET', FAIR, 'finish:' .. tenant, string.format('%.0f', its.finish), 'last:' .. tenant, string.format('%.0f', its.last),
+      'weight:' .. tenant, its.weight)
   end
+end
+
+-- The deadlines of the record: for all of it, and for its wait.
+local function add_deadlines(request)
+  local function after(seconds) return seconds and string.format('%.6f', tonumber(NOW) + tonumber(seconds)) end
+  local deadline, wait_until = after(request.timeout), after(request.queue_timeout)
+  if deadline then redis.call('HSET', RECORD .. request.id, 'deadline', deadline) end
+  if wait_until then redis.call('HSET', RECORD .. request.id, 'wait_until', wait_until) end
+  if not wait_until or (deadline and tonumber(deadline) < tonumber(wait_until)) then wait_until = deadline end
+  if wait_until then note_deadline(request.id, wait_until) end
 end
 
 local function add(request)
   local entry = add_entry(request.id, request.payload, request.fields)
   redis.call('HSET', RECORD .. request.id, 'start', request.start, 'charged', request.charged)
+  add_deadlines(request)
   redis.call('ZADD', ORDER, score_of(request.priority, request.start), order_member(entry))
   add_request(request.tenant, request.client, tonumber(request.n), 1)
   add_waiting(request.tenant, tonumber(request.n), tonumber(request.prompt_tokens), 1)
@@ -136,8 +181,9 @@ end
 local requests = parse_requests()
 local answer = known_already(requests) or repeats(requests[1]) or check_limits(requests)
 if answer then return answer end
-answer = {'ok'}
 charge(requests)
+answer = {'ok', 0}
 for _, request in ipairs(requests) do answer[#answer + 1] = add(request) end
+answer[2] = redis.call('ZRANK', ORDER, order_member(answer[3]))
 redis.call('PUBLISH', wake, '')
 return answer

@@ -1,0 +1,120 @@
+"""Overload, deadlines and places in the queue, through real processes: an engine of two seats, whose steps take 20 ms."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.conftest import NULL_ENGINE
+from tests.api.live_server import LiveServer, sse_events
+
+ALICE, BOB = {"Authorization": "Bearer key-a"}, {"Authorization": "Bearer key-b"}
+LONG = {"prompt": "x", "max_tokens": 1500}  # runs for 30 s
+
+
+@pytest.fixture(scope="module")
+def server(smollm2_gguf: Path) -> Iterator[LiveServer]:
+    keys = ("--api-key", "alice=key-a", "--api-key", "bob=key-b", "--tenant-weight", "bob=2")
+    limits = ("--max-num-queued-reqs", "12", "--sse-keep-alive-interval", "0.2")
+    with LiveServer(smollm2_gguf, (*NULL_ENGINE, "--max-num-seqs", "2"), (*keys, *limits), null="step_seconds=0.02") as server:
+        yield server
+
+
+class Fill:
+    """A request of alice's with so many prompts, for as long as it is entered."""
+
+    def __init__(self, http: httpx.AsyncClient, prompts: int) -> None:
+        self._http, self._prompts = http, prompts
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.create_task(self._http.post("/v1/completions", json={**LONG, "prompt": ["x"] * self._prompts}))
+        await self._until(self._prompts)
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._until(0)
+        async with asyncio.timeout(5):  # the API server refuses by numbers that are half a second old
+            while (await post(self._http, ALICE)).status_code != 200:
+                await asyncio.sleep(0.02)
+
+    async def _until(self, count: int) -> None:
+        async with asyncio.timeout(20):
+            while len((await self._http.get("/v1/requests")).json()["data"]) != count:
+                await asyncio.sleep(0.02)
+
+
+async def post(http: httpx.AsyncClient, who: dict[str, str], headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+    return await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, **fields}, headers={**who, **(headers or {})})
+
+
+@pytest.fixture
+async def http(server: LiveServer) -> Any:
+    async with httpx.AsyncClient(base_url=server.url, headers=ALICE, timeout=60) as client:
+        yield client
+
+
+async def test_a_tenant_over_its_share_gets_a_429_and_another_one_its_share(http: httpx.AsyncClient) -> None:
+    async with Fill(http, 12):
+        full = await post(http, ALICE)
+        assert (full.status_code, full.json()["error"]["type"]) == (503, "ServiceUnavailableError"), "alone it fills the house"
+        waiting = asyncio.create_task(post(http, BOB, timeout=20))
+        async with asyncio.timeout(10):
+            while (refused := await post(http, ALICE)).status_code != 429:
+                assert refused.status_code == 503
+        assert refused.json()["error"]["type"] == "RateLimitError" and int(refused.headers["retry-after"]) >= 1
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_refusals_cost_little_once_the_queue_is_known_to_be_full(http: httpx.AsyncClient) -> None:
+    """A refusal comes before the prompt is looked at: this one would be a 400."""
+    async with Fill(http, 12):
+        async with asyncio.timeout(10):
+            while (await post(http, ALICE, prompt=[10**9])).status_code != 503:
+                pass
+
+
+async def test_a_late_request_ends_with_a_504_while_it_waits(http: httpx.AsyncClient) -> None:
+    async with Fill(http, 8):
+        begun = time.monotonic()
+        by_header, by_field = await asyncio.gather(
+            post(http, ALICE, {"X-Headrace-Queue-Timeout": "0.3"}, timeout=9), post(http, BOB, queue_timeout=0.3)
+        )
+        assert time.monotonic() - begun < 3
+        for late in (by_header, by_field):
+            assert late.status_code == 504
+            assert late.json()["error"]["message"] == "The request's deadline passed while it waited for an engine."
+
+
+async def test_a_late_request_ends_in_mid_stream(http: httpx.AsyncClient) -> None:
+    body = {**LONG, "stream": True, "timeout": 0.5}
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        events = sse_events([line async for line in answer.aiter_lines()])
+    assert len(events) > 5 and events[-1] == "[DONE]"
+    error = events[-2]["error"]
+    assert (error["code"], error["type"]) == (504, "DeadlineExceededError")
+    record = (await http.get(f"/v1/requests/{answer.headers['x-headrace-request-id']}")).json()
+    async with asyncio.timeout(5):
+        while record["state"] != "ended":
+            record = (await http.get(f"/v1/requests/{record['id']}")).json()
+    assert (record["finish_reason"], record["error"]) == ("error", error["message"])
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", "1e9"])
+async def test_a_time_limit_is_a_number_of_seconds(http: httpx.AsyncClient, value: str) -> None:
+    refused = await post(http, ALICE, {"X-Headrace-Timeout": value})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "X-Headrace-Timeout"
+
+
+async def test_an_answer_says_where_its_request_stood(http: httpx.AsyncClient) -> None:
+    assert (await post(http, ALICE)).headers["x-headrace-queue-position"] == "0"
+    async with Fill(http, 8):
+        async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+            assert int(answer.headers["x-headrace-queue-position"]) >= 1
