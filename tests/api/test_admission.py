@@ -50,7 +50,9 @@ class Fill:
                 await asyncio.sleep(0.02)
 
 
-async def post(http: httpx.AsyncClient, who: dict[str, str], headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+async def post(
+    http: httpx.AsyncClient, who: dict[str, str], headers: dict[str, str] | None = None, **fields: Any
+) -> httpx.Response:
     return await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, **fields}, headers={**who, **(headers or {})})
 
 
