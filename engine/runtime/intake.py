@@ -17,20 +17,18 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from engine.bus import control, keys, transitions
-from engine.bus.call import BusUnavailable, Call
-from engine.bus.transitions import Orphan, OutputPart, StoredPart, Taken
+from engine.bus.call import BusUnavailable, Call, Fenced
+from engine.bus.transitions import Taken
 from engine.fault_points import reach
 from engine.protocol import (
     INVALID_REQUEST,
     Abort,
-    EngineCoreOutputs,
     EngineCoreRequest,
-    decode_client_message,
     decode_request,
-    encode,
 )
 from engine.runtime.core import EngineCore, Unrunnable
-from engine.runtime.folding import FoldedOutput, by_attachment, fold
+from engine.runtime.folding import FoldedOutput
+from engine.runtime.orphan_outputs import OrphanOutputs
 from engine.runtime.owned_requests import OwnedRequest, OwnedRequests
 from engine.runtime.reconciliation import INTERVAL as RECONCILE_SECONDS
 from engine.runtime.reconciliation import Reconciler
@@ -91,7 +89,7 @@ class Intake:
         self._owned = owned
         self._reconciler = reconciler
         self._reconciled_at = time.monotonic()
-        self._journals: dict[str, dict[tuple[str, int], EngineCoreOutputs]] = {}  # of dead engines, by name: rows by attachment
+        self._orphan_outputs = OrphanOutputs(owner, self._insist)
         self._inbox = inbox
         self._core = core
         self._failed = failed
@@ -174,7 +172,7 @@ class Intake:
             self._num_taken += source.sampling.n
             self._tokens_taken += len(source.prompt_token_ids) // TOKEN_BYTES
             self._hand_over(taken, source)
-        self._journals.clear()
+        self._orphan_outputs.forget_journals()
         return bool(entries)
 
     def _next_take(self, room: Room) -> Call[list[Taken]]:
@@ -227,36 +225,18 @@ class Intake:
     def _hand_over(self, taken: Taken, source: EngineCoreRequest) -> None:
         try:
             orphan = taken.orphan
-            folded = self._folded(source, orphan) if orphan else None
+            folded = self._orphan_outputs.fold(source, orphan) if orphan else None
             if folded:
                 reach("folded")
             choices = self._core.make_requests(source, taken.enqueued, taken.taken, folded)
             self._inbox.put(Arrival(source, choices, folded, orphan.orders if orphan else ()))
+        except (BusUnavailable, Fenced):  # the engine stops, and the request is the next one's
+            raise
         except Unrunnable as error:
             self._give_up(taken, source, f"{INVALID_REQUEST}{error}")
         except Exception as error:  # a bad request ends itself alone
             logger.exception("entry %s cannot be taken in", taken.entry)
             self._give_up(taken, source, f"The engine cannot take the request in: {type(error).__name__}: {error}")
-
-    def _folded(self, source: EngineCoreRequest, orphan: Orphan) -> FoldedOutput:
-        """The output that dead engines made of a request, which this engine stores as its first part."""
-        owner = self._owner
-        (parts,) = self._insist(transitions.read_checkpoints(owner.model, [source.request_id]))
-        messages = _readable(parts)
-        for name in orphan.journals:
-            journal = self._journal(name)
-            messages += [(each[0], journal[each]) for each in orphan.attachments if each in journal]
-        folded = fold(source, messages, orphan.attachments, orphan.cached_tokens, orphan.times)
-        part = OutputPart(source.request_id, encode(folded.as_message(source.handle)), "adopt")
-        self._insist(transitions.checkpoint(owner.model, owner.slot, owner.incarnation, [part]))
-        return folded
-
-    def _journal(self, name: str) -> dict[tuple[str, int], EngineCoreOutputs]:
-        """A dead engine's journal, read once for all of its requests that come with one take."""
-        if name not in self._journals:
-            parts = _readable(self._insist(transitions.read_journal(self._owner.model, name)))
-            self._journals[name] = by_attachment((client, message) for client, message in parts if client is not None)
-        return self._journals[name]
 
     def _insist(self, call: Call[T]) -> T:
         """Again and again while Redis is away: what was taken must get on. Raises BusUnavailable when the engine stops."""
@@ -307,17 +287,3 @@ class Intake:
                     logger.warning("no commands can be read from Redis: %s", error)
                 is_away = True
                 self._stopped.wait(0.1)
-
-
-def _readable(parts: list[StoredPart]) -> list[tuple[str | None, EngineCoreOutputs]]:
-    """(API server, message). What cannot be read counts as lost: it is computed again."""
-    messages: list[tuple[str | None, EngineCoreOutputs]] = []
-    for part in parts:
-        try:
-            message = decode_client_message(part.payload)
-        except msgspec.DecodeError as error:
-            logger.error("a stored output cannot be read: %s", error)
-        else:
-            if isinstance(message, EngineCoreOutputs):
-                messages.append((part.client, message))
-    return messages
