@@ -7,7 +7,7 @@
 -- Answer: ok, how many requests wait before the first one, and the entries; or refused, reason, measured value, limit, request id, is it
 -- the tenant's share of the limit that is used up (0, 1); or repeated, request id, hash of its body.
 --
--- Sent twice: requests that stand there with the same API server and handle are answered with their entries.
+-- Sent twice: requests that stand there with the same first API server and handle are answered with their entries.
 
 local SERVED = KEYS[OWN_KEYS + 1]
 local max_requests, max_tokens, max_waiting, require_engine, memory_share, wake = unpack(ARGV, 1, 6)
@@ -32,8 +32,9 @@ end
 local function known_already(requests)
   local entries = {'ok', 0}
   for _, request in ipairs(requests) do
-    local record = redis.call('HMGET', RECORD .. request.id, 'client', 'handle', 'entry')
-    if record[1] == request.client and record[2] == request.handle then
+    local record = redis.call('HMGET', RECORD .. request.id, 'client', 'handle', 'entry', 'attachments')
+    local first, own = record[4] or ((record[1] or '') .. ':' .. (record[2] or '')), request.client .. ':' .. request.handle
+    if string.sub(first .. ' ', 1, #own + 1) == own .. ' ' then
       entries[#entries + 1] = record[3]
     elseif record[1] then
       return refused('duplicate', 0, 0, request.id)

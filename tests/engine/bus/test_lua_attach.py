@@ -69,6 +69,14 @@ def test_attaching_twice_is_attaching_once(world: World) -> None:
     world.check_integrity()
 
 
+def test_a_lost_answer_is_made_up_for_though_another_stream_listens(world: World) -> None:
+    request = world.request("a")
+    first = world.enqueue(request)
+    attached(world, ("a", 5))
+    assert isinstance(first, Enqueued) and world.enqueue(request) == first
+    assert world.record("a").client == OTHER
+
+
 def test_an_ended_request_stays_as_it_is(world: World) -> None:
     world.enqueue(world.request("a"))
     world.finish("a")

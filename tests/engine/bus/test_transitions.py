@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.bus import keys, leases
+from engine.bus.attachments import attach, detach
 from engine.bus.call import Call, Fenced, Unowned
 from engine.bus.enqueue import AdmissionLimits, Enqueued, Refused, enqueue
 from engine.bus.queue_depth import QueueDepth, queue_depth
@@ -40,6 +41,7 @@ class Walk:
             self.enqueue, self.enqueue, self.enqueue, self.resend, self.start_engine, self.take, self.take, self.take,
             self.flush, self.flush, self.finish, self.abort_early, self.fall_silent, self.beat_late, self.take_over, self.stop,
             self.zombie, self.repeat_take, self.checkpoint, self.reconcile, self.save, self.mishap,
+            self.attach, self.detach,
         ]  # fmt: skip
         self.random.choice(moves)()
 
@@ -121,6 +123,23 @@ class Walk:
             before = self.world.record(name).state
             assert self.world.finish(name).state == before
             assert self.world.record(name).state == ("running" if before == "running" else "ended")
+
+    def attach(self) -> None:
+        """Another stream listens to some requests; one of them may be unknown."""
+        known = sorted(self.world.records())
+        chosen = self.random.sample([*known, "nobody"], min(3, len(known) + 1))
+        wanted = [(name, self.random.randint(10_000, 20_000)) for name in chosen]
+        states = self.world.bus.run(attach(self.world.model, "api-3", wanted))
+        for (name, handle), state in zip(wanted, states, strict=True):
+            if state in ("queued", "running"):
+                assert (self.world.record(name).client, self.world.record(name).handle) == ("api-3", handle)
+
+    def detach(self) -> None:
+        if known := sorted(self.world.records()):
+            name = self.random.choice(known)
+            record = self.world.record(name)
+            left = self.world.bus.run(detach(self.world.model, name, record.client, record.handle))
+            assert left == (None if record.state == "ended" else 0.0)
 
     def abort_early(self) -> None:
         request = self.world.request()
