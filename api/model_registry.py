@@ -46,8 +46,8 @@ class ServedModels:
         self._seen: set[str] = set()
 
     def names(self, client: AsyncClient) -> dict[str, ModelHandle]:
-        """The names clients use, each with its live model: models in order of their canonical names, a model's names as they were
-        given. A model's canonical name is no alias where it has others."""
+        """The names clients use, each with its model: models in order of their canonical names, a model's names as they were given.
+        Models that had an engine within the failover time are among them. A canonical name is no alias where a model has others."""
         named: dict[str, ModelHandle] = {}
         for handle in client.directory.models.values():
             for engine in handle.engines:
@@ -58,7 +58,7 @@ class ServedModels:
 
     def missing(self, client: AsyncClient) -> list[str]:
         """Names that were served since this process started and have no live engine now."""
-        return sorted(self._seen - self.names(client).keys())
+        return sorted(self._seen - {name for name, handle in self.names(client).items() if handle.is_live})
 
     async def resolve(self, client: AsyncClient, name: str | None) -> ServedModel:
         """The model that a request asks for. Raises NotFound, ServiceUnavailable, or BadRequest where it must be named."""

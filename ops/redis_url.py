@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, quote, unquote, urlencode, urlsplit
 
-from engine.bus.servers import SentinelUrl
+from engine.bus.sentinel_url import SentinelUrl
 from ops.errors import SettingError
 
 DEFAULT_PORT = 6379

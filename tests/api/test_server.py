@@ -98,7 +98,7 @@ class DyingService:
     """Stands for a server of which a background task dies as soon as it runs: no real one can be made to on demand."""
 
     config = ApiConfig()
-    metrics = SimpleNamespace(client_dropped=lambda: None)
+    metrics = SimpleNamespace(client_dropped=lambda reason: None)
     on_failure: Callable[[BaseException], None]
 
     async def drain(self, timeout: float) -> None:

@@ -11,7 +11,7 @@ import redis
 from engine.bus import leases
 from engine.bus.call import BusUnavailable, Call
 from engine.bus.connection import AsyncBus, Bus
-from engine.bus.servers import SentinelUrl
+from engine.bus.sentinel_url import SentinelUrl
 from tests.redis_sentinel import NAME, SentinelSetup
 
 
