@@ -64,7 +64,8 @@ class Service:
         )
         self.admission = Admission(config)
         self.output_budget = OutputBudget(config.max_pending_bytes)
-        self.draining = False
+        self.draining = False  # new requests should go elsewhere
+        self.closing = False  # and are refused
         self.observer = RequestObserver(self.metrics)
         self.attached_observer = AttachedObserver(self.observer)
         self.on_failure: Callable[[BaseException], None] | None = None
@@ -149,16 +150,16 @@ class Service:
             return await held.work(work, body, model, self.rules)
         return await self.models.in_thread(work, body, model, self.rules)
 
-    async def drain(self, timeout: float) -> None:
-        """Admit nothing more; what runs gets `timeout` seconds, then it is aborted. Streams that can be continued at another API
-        server break off at once."""
+    def leave(self) -> None:
+        """New requests should go elsewhere. Streams that can be continued at another API server break off at once."""
         self.draining = True
         for generation in list(self.observer.open):
             if generation.grace and generation.task.stream:
                 generation.fail(ServiceUnavailable("The server is shutting down. Continue the stream at another one."))
-        deadline = asyncio.get_running_loop().time() + timeout
-        while self.observer.open and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.05)
+
+    def abort_open(self) -> None:
+        """Admit nothing more, and abort what runs."""
+        self.closing = True
         for generation in list(self.observer.open):
             generation.abort()
 

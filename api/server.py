@@ -1,7 +1,9 @@
 """The API server process: a listening socket, an event loop, and an orderly end.
 
-At the first SIGTERM or SIGINT readiness turns false and nothing new is admitted; what runs gets --shutdown-timeout seconds, is
-aborted then, and its clients still get their last event. A second signal ends the process at once.
+SIGUSR2 has the process leave: it accepts no more connections, which are another process's where they share the listening socket,
+answers what comes on those that it has, and ends when none is left. SIGTERM and SIGINT do the same for --shutdown-timeout seconds.
+Then requests are refused and open ones aborted, and their clients still get their last event. A second one of these signals ends
+the process at once.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from engine.config import ApiConfig, RedisConfig
 logger = logging.getLogger("headrace.api")
 
 BACKLOG = 2048
+LOOK_SECONDS = 0.05
+LATE_REQUEST_SECONDS = 0.5  # that a request may be under way to a connection which its client thinks is kept
 LAST_WORDS_SECONDS = 5  # for aborted streams to send their end
 COLLECT_AFTER = 50_000  # objects more than were freed; Python's own number is 700
 SWITCH_SECONDS = 0.001  # after which a thread that works lets the event loop have the interpreter; Python's own number is 0.005
@@ -86,22 +90,37 @@ class _Server(uvicorn.Server):
         if self.started:
             self._tell_up()
 
+    def leave(self) -> None:
+        """Accept no more connections; the answers on those that are open say that they are the last."""
+        for each in self.servers:
+            each.close()
+        for connection in self.connections():
+            connection.leave()
+
+    def connections(self) -> list[Connection]:
+        return [each for each in self.server_state.connections if isinstance(each, Connection)]
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
 class _Ending:
-    """Why the process ends: a signal, or a failure inside."""
+    """Why the process ends: signals, or a failure inside."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
+        self.limited = asyncio.Event()  # to --shutdown-timeout
         self.forced = asyncio.Event()
         self.failure: BaseException | None = None
 
-    def signal(self) -> None:
-        if self.asked.is_set():
+    def leave(self) -> None:
+        self.asked.set()
+
+    def stop(self) -> None:
+        if self.limited.is_set():
             self.forced.set()
+        self.limited.set()
         self.asked.set()
 
     def fail(self, error: BaseException) -> None:
@@ -111,6 +130,7 @@ class _Ending:
             else:
                 logger.error("a part of the API server died, the process ends", exc_info=error)
             self.failure = error
+        self.limited.set()
         self.asked.set()
 
     @property
@@ -124,7 +144,8 @@ async def _serve(app: FastAPI, listener: socket.socket, tell_up: Callable[[], No
     ending = _Ending()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ending.signal)
+        loop.add_signal_handler(number, ending.stop)
+    loop.add_signal_handler(signal.SIGUSR2, ending.leave)
     service: Service = app.state.service
     service.on_failure = ending.fail
     server = _Server(
@@ -135,6 +156,7 @@ async def _serve(app: FastAPI, listener: socket.socket, tell_up: Callable[[], No
                 request_timeout=service.config.request_timeout,
                 stall_timeout=service.config.slow_client_timeout,
                 dropped=service.metrics.client_dropped,
+                is_leaving=lambda: service.draining,
             ),
             ssl_keyfile=service.config.ssl_keyfile or None,
             ssl_certfile=service.config.ssl_certfile or None,
@@ -163,12 +185,32 @@ async def _serve(app: FastAPI, listener: socket.socket, tell_up: Callable[[], No
 
 
 async def _stop(server: _Server, service: Service, ending: _Ending) -> None:
-    """Drain, or not where the end is forced; then let uvicorn close its connections."""
-    draining = asyncio.create_task(service.drain(service.config.shutdown_timeout))
+    """Answer what is there, within the time that there is; let uvicorn close the rest."""
+    service.leave()
+    server.leave()
+    finished = asyncio.create_task(_finish(server, service.config.keep_alive_timeout + LATE_REQUEST_SECONDS))
+    limited = asyncio.create_task(ending.limited.wait())
     forced = asyncio.create_task(ending.forced.wait())
-    await asyncio.wait({draining, forced}, return_when=asyncio.FIRST_COMPLETED)
+    done, _ = await asyncio.wait({finished, limited}, return_when=asyncio.FIRST_COMPLETED)
+    if finished not in done:
+        timeout = service.config.shutdown_timeout
+        await asyncio.wait({finished, forced}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    service.abort_open()
     server.should_exit = True
     server.force_exit = ending.forced.is_set()
-    for task in (draining, forced):
+    for task in (finished, limited, forced):
         task.cancel()
-    await asyncio.gather(draining, forced, return_exceptions=True)
+    await asyncio.gather(finished, limited, forced, return_exceptions=True)
+
+
+async def _finish(server: _Server, patience: float) -> None:
+    """Returns when no connection is left, or when for `patience` seconds none had a request: clients may just be sending one, on a
+    connection that they think is kept. Each answer says that it is the last."""
+    loop = asyncio.get_running_loop()
+    calm_since = loop.time()
+    while connections := server.connections():
+        if any(connection.is_busy for connection in connections):
+            calm_since = loop.time()
+        elif loop.time() - calm_since > patience:
+            return
+        await asyncio.sleep(LOOK_SECONDS)

@@ -103,8 +103,8 @@ async def _repeat(request: Request, model: str, repeated: Repeated) -> Response:
 
 
 def _admit(service: Service) -> None:
-    """Raises ServiceUnavailable while the server stops."""
-    if service.draining:
+    """Raises ServiceUnavailable when the server's time is up."""
+    if service.closing:
         raise ServiceUnavailable("The server is shutting down.", headers=RETRY_AFTER)
 
 

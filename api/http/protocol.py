@@ -43,6 +43,7 @@ class HeaderTooLargeError(Exception):
 class Connection(HttpToolsProtocol):
     """`request_timeout`: seconds in which a client must begin its first request, send a header, send each MiB of a body.
     `stall_timeout`: seconds after which one is hung up on that takes nothing of what waits for it; 0: never. `dropped` is told why.
+    `is_leaving`: the server stops, so that each response is the last on its connection.
     """
 
     def __init__(
@@ -51,17 +52,30 @@ class Connection(HttpToolsProtocol):
         request_timeout: float,
         stall_timeout: float = 0.0,
         dropped: Callable[[str], None] = lambda reason: None,
+        is_leaving: Callable[[], bool] = lambda: False,
         **more: Any,
     ) -> None:
         super().__init__(*arguments, **more)
         self._request_timeout = request_timeout
         self._stall_timeout = stall_timeout
         self._dropped = dropped
+        self._is_leaving = is_leaving
         self._writers: list[ResponseWriter] = []  # of requests without a whole response; several in a pipeline, in their order
         self._phase = Phase.NEW
         self._phase_since = 0.0  # the loop's time; of a body, since when its part is waited for
         self._phase_bytes = 0  # that have come of a header behind its first packet, or of a body's part
         self._watch: asyncio.TimerHandle | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """The client sends a request, or waits for an answer."""
+        return self._phase in (Phase.HEADER, Phase.BODY) or any(not writer.complete for writer in self._writers)
+
+    def leave(self) -> None:
+        """The server stops: responses that have not begun say that the connection ends behind them."""
+        for writer in self._writers:
+            if not writer.started:
+                writer.is_last()
 
     # The client's side
 
@@ -134,6 +148,8 @@ class Connection(HttpToolsProtocol):
         self._writers = [writer for writer in self._writers if not writer.complete]
         writer = ResponseWriter(self.cycle, self._drop)
         self._writers.append(writer)
+        if self._is_leaving():
+            writer.is_last()
         scope: Scope = self.scope  # type: ignore[assignment]
         scope["extensions"] = {EXTENSION: writer}
 

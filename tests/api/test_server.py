@@ -20,7 +20,8 @@ from api.server import run_api
 from engine.config import ApiConfig, RedisConfig
 from tests.api.conftest import NULL_ENGINE
 from tests.api.live_server import LiveServer, listen, sse_events
-from tests.api.request_states import until_loaded, until_status
+from tests.api.request_states import until_loaded
+from tests.waiting import wait_for_async
 
 EXIT_SECONDS = 15.0
 
@@ -53,17 +54,47 @@ async def test_without_a_shutdown_timeout_streams_are_aborted_and_get_their_end(
     assert server.ended(process) == 0
 
 
-async def test_within_the_shutdown_timeout_streams_end_and_new_requests_are_refused(server: LiveServer) -> None:
-    process, url = server.start_api("--shutdown-timeout", "20")
+@pytest.mark.parametrize(("number", "timeout"), [(signal.SIGTERM, "20"), (signal.SIGUSR2, "0")])
+async def test_a_server_that_leaves_answers_on_its_connections_and_accepts_no_more(
+    server: LiveServer, number: signal.Signals, timeout: str
+) -> None:
+    process, url = server.start_api("--shutdown-timeout", timeout, "--keep-alive-timeout", "1")
+    server.wait_until_healthy(url)
+    body = {"prompt": "x", "max_tokens": 60}
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http, httpx.AsyncClient(base_url=url, timeout=60) as kept:
+        (await kept.get("/live")).raise_for_status()
+        work = asyncio.create_task(http.post("/v1/completions", json=body))
+        await until_loaded(http)
+        process.send_signal(number)
+        await until_refused(url)
+        late = await kept.post("/v1/completions", json=body)
+        assert (late.status_code, late.headers["connection"]) == (200, "close")
+        assert (await work).json()["usage"]["completion_tokens"] == 60
+    assert server.ended(process) == 0
+
+
+async def until_refused(url: str) -> None:
+    """New connections are."""
+
+    async def refused() -> bool:
+        async with httpx.AsyncClient(base_url=url) as stranger:
+            try:
+                await stranger.get("/live")
+            except httpx.ConnectError:
+                return True
+            return False
+
+    await wait_for_async(refused, "refused connections")
+
+
+async def test_after_the_shutdown_timeout_requests_are_refused_and_aborted(server: LiveServer) -> None:
+    process, url = server.start_api("--shutdown-timeout", "1")
     server.wait_until_healthy(url)
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-        work = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 60}))
+        work = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1500}))
         await until_loaded(http)
         process.send_signal(signal.SIGTERM)
-        await until_status(http, "/ready", 503)
-        refused = await http.post("/v1/completions", json={"prompt": "x"})
-        assert (refused.status_code, refused.json()["error"]["message"]) == (503, "The server is shutting down.")
-        assert (await work).json()["usage"]["completion_tokens"] == 60
+        assert (await work).json()["choices"][0]["finish_reason"] == "abort"
     assert server.ended(process) == 0
 
 
@@ -74,7 +105,7 @@ async def test_a_second_signal_ends_the_shutdown_timeout(server: LiveServer) -> 
         work = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1500}))
         await until_loaded(http)
         process.send_signal(signal.SIGTERM)
-        await until_status(http, "/ready", 503)
+        await until_refused(url)
         started = time.monotonic()
         process.send_signal(signal.SIGTERM)
         assert server.ended(process) == 0
@@ -101,7 +132,13 @@ class DyingService:
     metrics = SimpleNamespace(client_dropped=lambda reason: None)
     on_failure: Callable[[BaseException], None]
 
-    async def drain(self, timeout: float) -> None:
+    metrics = SimpleNamespace(client_dropped=None)
+    draining = False
+
+    def leave(self) -> None:
+        return
+
+    def abort_open(self) -> None:
         return
 
 
