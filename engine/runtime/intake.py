@@ -77,7 +77,7 @@ class Intake:
     ) -> None:
         self.num_admitted = 0  # written by the loop: choices that reached the scheduler
         self.tokens_admitted = 0  # and the tokens of their prompts, counted once
-        self.paused = False  # asleep or draining: the backlog stays in Redis
+        self.paused = False  # asleep: the backlog stays in Redis
         self.closed = False  # for good: the engine stops
         self.wants_room = False  # there was no room at the last look: `ring` when there is some
         self._num_taken = 0  # choices

@@ -57,7 +57,7 @@ class EngineLoop:
     def attach(self, owner: SlotOwner, intake: Intake, publisher: Publisher, heartbeat: Heartbeat, watchdog: Watchdog) -> None:
         self.owner = owner
         self.intake, self.publisher, self.heartbeat, self.watchdog = intake, publisher, heartbeat, watchdog
-        self._utilities = UtilityCalls(self.core, intake, heartbeat)
+        self._utilities = UtilityCalls(self.core, intake, heartbeat, self.stop)
 
     def run(self) -> None:
         """The main loop."""
@@ -84,12 +84,11 @@ class EngineLoop:
         self._hand_over(blame=False)
 
     def stop(self, timeout: float = 0.0) -> None:
-        """Take no more requests; after `timeout` seconds, or at once when asked again, leave what still runs to the next engine;
-        then return from `run`.
+        """Take no more requests; after `timeout` seconds leave what still runs to the next engine; then return from `run`.
 
-        Until then aborts are obeyed. Safe in a signal handler: it takes no lock, which the code that it interrupts might hold.
+        Until then aborts are obeyed. Asked again, the shorter time counts. Safe in a signal handler: it takes no lock, which the code that it interrupts might hold.
         """
-        self._deadline = -math.inf if self._stopping else time.monotonic() + timeout
+        self._deadline = min(self._deadline, time.monotonic() + timeout)
         self._stopping = True
         self.intake.closed = True
         self.publisher.give_up_at(self._deadline)

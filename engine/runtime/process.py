@@ -29,14 +29,14 @@ def run_engine(config: EngineConfig, progress_fd: int | None = None, shutdown_ti
     """Serve one model on the Redis of `config.redis` until a signal; returns the exit code."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # by the supervisor's watchdog, or by hand
     progress = Progress(progress_fd)
-    signals = StopSignals()
+    signals = StopSignals(shutdown_timeout)
     try:
         executor = make_executor(config)
         try:
             executor.launch()
             from engine.runtime.serving import serve  # when the workers have begun: its imports take time
 
-            serve(config, executor, progress, signals, shutdown_timeout)
+            serve(config, executor, progress, signals)
             return 0
         finally:
             executor.shutdown()

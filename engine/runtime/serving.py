@@ -35,7 +35,7 @@ from gpu.executor import Executor
 logger = logging.getLogger(__name__)
 
 
-def serve(config: EngineConfig, executor: Executor, progress: Progress, signals: StopSignals, shutdown_timeout: float) -> None:
+def serve(config: EngineConfig, executor: Executor, progress: Progress, signals: StopSignals) -> None:
     """Serves until told to stop, on the executor's workers, which may load yet. The caller shuts the executor down."""
     bundle = tokenizer_bundle(config)
     name = (config.served_model_name or [model_name(config.model.model)])[0]
@@ -53,7 +53,7 @@ def serve(config: EngineConfig, executor: Executor, progress: Progress, signals:
         owner = SlotOwner(bus, info, bundle)
         watching = {"alarmed": partial(end_at_once, owner, progress)} if config.scheduler.watchdog_timeout > 0 else {}
         loop = connect(core, owner, clock, config.redis.failover_timeout, tell_alive=progress.alive, **watching)
-        signals.obey_with(lambda: loop.stop(shutdown_timeout))
+        signals.obey_with(loop.stop)
         logger.info("%s", describe(info))
         progress.say("ready", model=name, slot=info.slot, max_model_len=info.max_model_len, num_blocks=info.num_blocks)
         loop.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import logging
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +25,10 @@ class UtilityFailed(Exception):
 class UtilityCalls:
     """The calls that a `Utility` command may name, on one engine. They run on the thread of its loop."""
 
-    def __init__(self, core: EngineCore, intake: Intake, heartbeat: Heartbeat) -> None:
+    def __init__(self, core: EngineCore, intake: Intake, heartbeat: Heartbeat, stop: Callable[[float], None]) -> None:
+        """`stop` ends the engine after so many seconds, or when nothing runs any more."""
         self._core = core
+        self._stop = stop
         self._intake = intake
         self._heartbeat = heartbeat
         self._profile: cProfile.Profile | None = None
@@ -57,16 +60,17 @@ class UtilityCalls:
 
     def _sleep(self) -> None:
         """Take no more requests and empty the prefix cache. Requests that were taken go on; others stay in Redis."""
-        self._pause("sleeping")
+        self._intake.paused = True
+        self._heartbeat.info.state = "sleeping"
         self._core.scheduler.reset_prefix_cache()
 
-    def _drain(self) -> None:
-        """Take no more requests. Those that were taken go on."""
-        self._pause("draining")
-
-    def _pause(self, state: str) -> None:
-        self._intake.paused = True
-        self._heartbeat.info.state = state
+    def _drain(self, handover: bool = False) -> int:
+        """Take no more requests and end: after those that run, or with `handover` at once, so that another engine continues them.
+        Returns how many choices run or wait here."""
+        self._heartbeat.info.state = "draining"
+        self._stop(0.0 if handover else math.inf)
+        stats = self._core.stats()
+        return stats.num_running + stats.num_waiting
 
     def _wake_up(self) -> None:
         self._intake.paused = False
