@@ -51,6 +51,16 @@ def available_memory() -> int:
     return max(0, available if left is None else min(available, left))
 
 
+def own_memory(pid: int) -> int:
+    """Bytes that a process and those that it started hold and share with no file or other process."""
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+        return sum(each.memory_info().rss - each.memory_info().shared for each in family)
+    except psutil.NoSuchProcess:
+        return 0
+
+
 def passing_memory(work: Callable[[], None]) -> int:
     """Bytes that this process had in memory at `work`'s peak and has no more after it.
 

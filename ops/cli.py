@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import click
 
-from ops.commands import abort, engines, inspect, ps, simulate, usage
+from ops.commands import abort, drain, engines, inspect, ps, restart, simulate, usage
 from ops.errors import CommandError
 from ops.options import SettingsCommand, given, setting_options
 from ops.redis_url import parse_redis_url
@@ -75,11 +75,12 @@ def serve(config_file: str | None, **values: Any) -> int:
 @config_option
 @setting_options(("redis", "api", "log"))
 @click.option("--fd", type=int, hidden=True, help="listening socket to inherit")
-def api(config_file: str | None, fd: int | None, **values: Any) -> int:
+@progress_option
+def api(config_file: str | None, fd: int | None, progress_fd: int | None, **values: Any) -> int:
     """Run one API server on the Redis of --redis-url. It serves every model that has a live engine there."""
     from ops.roles import run_api
 
-    return run_api(_with_redis(resolve(given(values), os.environ, config_file)), fd)
+    return run_api(_with_redis(resolve(given(values), os.environ, config_file)), fd, progress_fd)
 
 
 @cli.command(cls=SettingsCommand, short_help="Run one engine with its workers on a Redis of your own.")
@@ -109,7 +110,7 @@ def maintenance(config_file: str | None, of_serve: bool, **values: Any) -> int:
     return run_maintenance(_with_redis(resolve(given(values), os.environ, config_file)), of_serve)
 
 
-for command in (ps, inspect, abort, engines, usage, simulate):
+for command in (ps, inspect, abort, engines, drain, restart, usage, simulate):
     cli.add_command(command)
 
 

@@ -119,6 +119,55 @@ def engines(redis_url: str, data_dir: str, model: str | None, as_json: bool) -> 
         tables.show_engines(found, now)
 
 
+@click.command(short_help="Have an engine end in order.")
+@bus_options
+@click.option("--handover", is_flag=True, help="do not finish its requests: other engines continue them")
+@click.option("--timeout", type=float, metavar="SECONDS", help="longest wait for its end; default: as long as it takes")
+@click.argument("engine", metavar="ENGINE")
+def drain(
+    redis_url: str, data_dir: str, model: str | None, as_json: bool, handover: bool, timeout: float | None, engine: str
+) -> int:
+    """Have an engine take no more requests, finish those that it has, and end. Wait until it has ended.
+
+    ENGINE is its number in `headrace engines`. Under `serve` the engine is started again. The exit status is 1 if it did not end in
+    time; it goes on draining then.
+    """
+    from ops import requests
+    from ops.drain import drain as run
+
+    with requests.connect(_redis_url(redis_url, data_dir)) as bus:
+        drained = run(bus, engine, model, handover, timeout)
+    if as_json:
+        _print_json(asdict(drained))
+    else:
+        click.echo(f"engine {drained.engine} of {drained.model}: {drained.state}")
+    return 0 if drained.state == "ended" else 1
+
+
+@click.command(short_help="Replace the processes of a `serve` one by one.")
+@click.option("--data-dir", default="", metavar="DIR", envvar="HEADRACE_DATA_DIR", help="data directory of the `serve`")
+@click.option("--pid", type=int, metavar="PID", help="process of the `serve`, if it uses a Redis of your own")
+@click.option(
+    "--timeout",
+    type=float,
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="that an API server gets to finish its streams",
+)
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+def restart(data_dir: str, pid: int | None, timeout: float, names: tuple[str, ...]) -> None:
+    """Replace the processes of a running `serve` one by one, without a request that fails.
+
+    NAME is a process as its log names it (engine-0), or a role: engine, api, maintenance. Without a name all of them are replaced,
+    in that order; Valkey and `serve` itself go on. It stops at the first process that cannot be replaced.
+    """
+    from ops.control_socket import ask
+    from ops.embedded import serving_pid
+
+    ask(serving_pid(data_dir) if pid is None else pid, {"restart": list(names), "timeout": timeout}, click.echo)
+
+
 @click.command()
 @bus_options
 @click.option("--since", type=_day, metavar="DAY", help="first day, as in 2026-01-31, UTC")

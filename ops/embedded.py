@@ -50,6 +50,17 @@ def find_running(data_dir: str) -> ServeState | None:
     return state if state is not None and state.is_running else None
 
 
+def serving_pid(data_dir: str) -> int:
+    """The process of the `serve` that runs on this data directory. Raises CommandError."""
+    state = find_running(data_dir)
+    if state is None:
+        raise CommandError(
+            f"no `headrace serve` runs on {data_folder(data_dir)}; name another --data-dir, or the process with --pid if it uses a "
+            "Redis of your own"
+        )
+    return state.pid
+
+
 def redis_url(named: str, data_dir: str) -> str:
     """The Redis of a command: the named one, else that of the `serve` on this machine. Raises CommandError."""
     if named:

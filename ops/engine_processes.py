@@ -25,14 +25,17 @@ def _find(bus: Bus, pids: Sequence[int]) -> list[EngineInfo]:
     return [by_pid[pid] for pid in pids if pid in by_pid]
 
 
-def take_over_engine_of_process(redis_url: str, pid: int, was_silent: bool = False) -> TakenOver:
-    """Let the requests of the engine that ran as process `pid` of this machine, and has ended, wait for the next engine.
-    `was_silent`: it was ended for that, which counts as an alarm."""
+def take_over_engine_of_process(redis_url: str, pid: int) -> TakenOver:
+    """Let the requests of the engine that ran as process `pid` of this machine, and has ended, wait for the next engine."""
     with Bus(redis_url) as bus:
         found = _find(bus, [pid])
         if not found:
             return TakenOver(0, 0)
         (info,) = found
-        if was_silent:
-            bus.run(count_alarm(info.model, SILENT))
         return bus.run(transitions.takeover(info.model, info.slot, info.incarnation, sure=True))
+
+
+def count_silent_engine(redis_url: str, model: str) -> None:
+    """An engine of the model was ended because it said nothing any more."""
+    with Bus(redis_url) as bus:
+        bus.run(count_alarm(model, SILENT))

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.config import ServeConfig
+from gpu.machine import available_memory, own_memory
 from ops.progress import Slowest
 from ops.replicas import Replicas
 from ops.settings import role_environment
@@ -41,13 +42,14 @@ class Engines:
         self._show = show
         self._on_line = on_line
         self._children: list[Child] = []
+        self._model = ""  # as Redis knows it, once an engine is ready
         self._are_up = False
         self._is_permanent = False  # a failure that fewer engines would have too
         self._failure: asyncio.Future[ChildFailed] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
         """Start as many engines as the configuration says, in place of those that were started before."""
-        environment = role_environment(self._config, SECTIONS, os.environ, more=("served_model_name",))
+        environment = role_environment(self._config, SECTIONS, os.environ, more=("served_model_name", "shutdown_timeout"))
         names = numbered("engine", self._config.parallel.data_parallel_size)
         slowest = Slowest(names)
         before = self._children
@@ -67,7 +69,17 @@ class Engines:
 
     def _command(self, name: str, environment: dict[str, str]) -> Command:
         patience = self._config.scheduler.watchdog_timeout
-        return Command(name, role("engine"), environment, stop_timeout=STOP_SECONDS, patience=patience)
+        stop_timeout = self._config.api.shutdown_timeout + STOP_SECONDS
+        return Command(name, role("engine"), environment, stop_timeout=stop_timeout, patience=patience)
+
+    def has_room_beside(self, child: Child) -> bool:
+        """Whether another engine can have the memory that this one has, while this one runs. KV that is a share of free memory
+        would be smaller."""
+        cache = self._config.cache
+        has_fixed_size = cache.kv_cache_memory_bytes or cache.num_gpu_blocks_override or self._config.model.load_format == "null"
+        if self._replicas.compute_on_gpu or not has_fixed_size or child.pid is None:
+            return False
+        return own_memory(child.pid) < available_memory()
 
     async def ready(self) -> None:
         """Returns when all are ready: as many as were started, or one alone where several were only this command's choice."""
@@ -107,6 +119,7 @@ class Engines:
 
     def _take_progress(self, slowest: Slowest, name: str, report: dict[str, Any]) -> None:
         self._is_permanent |= report.get("permanent", False)
+        self._model = report.get("model", self._model)
         if not self._are_up:
             if reached := slowest.report(name, report["phase"], report.get("fraction")):
                 self._show(*reached)
@@ -115,10 +128,12 @@ class Engines:
 
     async def _take_over(self, name: str, ended: Exit) -> None:
         """Let another engine continue the dead one's requests, without waiting for its heartbeat to lapse."""
-        from ops.engine_processes import take_over_engine_of_process
+        from ops.engine_processes import count_silent_engine, take_over_engine_of_process
 
         try:
-            left = await asyncio.to_thread(take_over_engine_of_process, self._config.redis.redis_url, ended.pid, ended.was_silent)
+            if ended.was_silent:
+                await asyncio.to_thread(count_silent_engine, self._config.redis.redis_url, self._model)
+            left = await asyncio.to_thread(take_over_engine_of_process, self._config.redis.redis_url, ended.pid)
         except Exception as error:  # Redis is away: an observer of the heartbeat does it later
             log.warning("the dead engine's requests could not be taken over at once: %s", error)
         else:

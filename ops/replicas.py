@@ -23,8 +23,8 @@ class Replicas:
         self.reasons: dict[str, str] = {}  # of what was settled here
         self._resolved = resolved
         self._model, self._parallel = resolved.config.model, resolved.config.parallel
-        self._computes_on_gpu = self._model.load_format != "null" and _on_gpu(self._model.device)
-        self._computes_on_cpu = self._model.load_format != "null" and not self._computes_on_gpu
+        self.compute_on_gpu = self._model.load_format != "null" and _on_gpu(self._model.device)
+        self._computes_on_cpu = self._model.load_format != "null" and not self.compute_on_gpu
         self._threads_are_open = self._computes_on_cpu and self._parallel.num_threads == 0
         self.are_chosen = self._parallel.data_parallel_size == 0  # here, and so may be fewer
         if self.are_chosen:
@@ -41,7 +41,7 @@ class Replicas:
         if self._parallel.data_parallel_size == 1:
             return {}
         rank = {SETTINGS["data_parallel_rank"].variable: str(number)}
-        return rank | self._gpus_of(number) if self._computes_on_gpu else rank
+        return rank | self._gpus_of(number) if self.compute_on_gpu else rank
 
     def _gpus_of(self, number: int) -> dict[str, str]:
         ranks = self._parallel.tensor_parallel_size
@@ -69,7 +69,7 @@ class Replicas:
         """(engines, reason)."""
         if self._model.load_format == "null":
             return 1, "nothing is computed"
-        if self._computes_on_gpu:
+        if self.compute_on_gpu:
             return 1, "one on a GPU"
         if self._parallel.tensor_parallel_size > 1:
             return 1, "its ranks share the cores"

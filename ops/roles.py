@@ -45,17 +45,20 @@ def run_engine(resolved: Resolved, progress_fd: int | None) -> int:
     return process.run_engine(engine_config(resolved.config), progress_fd, resolved.config.api.shutdown_timeout)
 
 
-def run_api(resolved: Resolved, descriptor: int | None) -> int:
+def run_api(resolved: Resolved, descriptor: int | None, progress_fd: int | None) -> int:
     """Answer HTTP until a signal, on the inherited listening socket or on one of its own; returns the exit status."""
     from api import server
+    from engine.runtime.progress import Progress
 
     config = resolved.config
     begin_logging(resolved, "api")
     listener = listen.bind(config.api) if descriptor is None else socket.socket(fileno=descriptor)
+    progress = Progress(progress_fd)
     address = config.api.uds or listen.url_of(listener, config.api)
 
     def tell_up() -> None:
         _tell_up(resolved, f"the API server answers at {address}", descriptor is not None)
+        progress.say("ready")
 
     return server.run_api(config.api, config.redis, listener, tell_up)
 

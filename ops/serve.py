@@ -20,16 +20,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ops import listen
+from ops import control_socket, listen
 from ops.announce import show_configuration, show_derived, show_ready
 from ops.embedded import DataDirectory, EmbeddedValkey
 from ops.engines import Engines
+from ops.errors import CommandError
 from ops.logs import resolve_format
 from ops.prepare import check, fetch_model, name_model, tell_of_no_effect
 from ops.probe import status_of
 from ops.progress import LoadingDisplay
 from ops.redis_url import parse_redis_url
 from ops.replicas import Replicas
+from ops.rolling import Rolling
 from ops.settings import Resolved, role_environment
 from ops.supervise import Child, Command, Exit, Supervisor, numbered, role
 
@@ -91,11 +93,16 @@ class _Serve:
         self._display = display
         self._scratch = scratch
         self._url = listen.url_of(listener, resolved.config.api)
-        self._supervisor = Supervisor()
+        self._supervisor = Supervisor(on_stop=listener.close)  # or clients would connect that no API server accepts any more
         self._is_up = asyncio.Event()
+        self._rolling: Rolling | None = None
 
     async def run(self) -> int:
-        return await self._supervisor.run(self._bring_up())
+        control = await control_socket.listen(self._obey)
+        try:
+            return await self._supervisor.run(self._bring_up())
+        finally:
+            control.close()
 
     async def _bring_up(self) -> None:
         self._display.update("start", None)
@@ -105,6 +112,7 @@ class _Serve:
         self._supervisor.start(self._maintenance())  # which waits, and is stopped last
         replicas = await asyncio.to_thread(Replicas, self._resolved)
         engines = Engines(self._config, replicas, self._supervisor, self._display.update, _write_line)
+        self._rolling = Rolling(self._supervisor, engines.has_room_beside)
         engines.start()
         self._supervisor.start(*self._api_servers())
         await engines.ready()
@@ -113,6 +121,12 @@ class _Serve:
         show_derived(self._config, await engines.infos(), replicas.reasons)
         show_ready(self._config, self._url)
         self._is_up.set()
+
+    async def _obey(self, command: dict[str, Any], say: Callable[[str], None]) -> None:
+        """A command that came by the control socket."""
+        if self._rolling is None or not self._is_up.is_set():
+            raise CommandError("this `serve` is still starting")
+        await self._rolling.roll(command["restart"], command["timeout"], say)
 
     async def _start_redis(self) -> None:
         if self._directory is None:
@@ -142,9 +156,9 @@ class _Serve:
                 environment,
                 inherited=(descriptor,),
                 stop_timeout=self._config.api.shutdown_timeout + API_STOP_SECONDS,
-                ready=partial(self._answers, "/live"),
             )
-            yield self._child(command, on_exit=partial(_forget_gauges, environment.get(METRICS_DIRECTORY)))
+            on_exit = partial(_forget_gauges, environment.get(METRICS_DIRECTORY))
+            yield self._child(command, on_progress=lambda report: None, on_exit=on_exit)
 
     def _maintenance(self) -> Child:
         """None of its work is urgent: it begins when all else is up, and its death stops nothing."""

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,12 +100,16 @@ class Child:
         """`on_failure` hears that a restart is pointless, and whether `run` returns (True) or raises that."""
         self.name = command.name
         self.ready = asyncio.Event()
+        self.is_on_trial = False  # where it ends before it is ready, it is not started again
         self.replicas: list[Child] = []  # while one of these serves, no death of this one after its first start is the last
         self._command = command
         self._on_line = on_line
         self._on_progress = on_progress
         self._on_exit = on_exit
         self._on_failure = on_failure
+        self._was_ready = False
+        self._last_exit: Exit | None = None
+        self._news = asyncio.Event()  # it is ready, or has ended
         self._process: asyncio.subprocess.Process | None = None
         self._group: int | None = None  # process group while any of it may live
         self._stopping = False
@@ -120,22 +125,26 @@ class Child:
     async def run(self) -> None:
         """Returns after `stop`, or raises ChildFailed when a restart is pointless."""
         loop = asyncio.get_running_loop()
-        deaths, was_ready = 0, False
+        deaths = 0
         if self._command.not_before is not None:
             await self._command.not_before()
         while not self._stopping:
             started = loop.time()
-            ended = await self._run_once()
-            was_ready = was_ready or self.ready.is_set()
+            self._last_exit = ended = await self._run_once()
             self.ready.clear()
-            if self._stopping:
+            self._news.set()
+            if self._stopping or (self.is_on_trial and not self._was_ready):
                 return
             deaths = 1 if loop.time() - started > CALM else deaths + 1
             if self._on_exit is not None:
                 await self._on_exit(ended)
                 if self._stopping:  # meanwhile: its stop reports the end
                     return
-            if failure := self._failure(ended, was_ready, deaths):
+            if ended.status == 0 and self._was_ready:
+                log.info("%s ended in order; starting it again", self.name)
+                deaths = 0
+                continue
+            if failure := self._failure(ended, deaths):
                 if self._on_failure is not None and self._on_failure(failure):
                     return
                 raise failure
@@ -143,13 +152,13 @@ class Child:
             log.warning("%s died (%s); restarting it %s", self.name, ended, f"in {delay:g} s" if delay else "at once")
             await asyncio.sleep(delay)
 
-    def _failure(self, ended: Exit, was_ready: bool, deaths: int) -> ChildFailed | None:
+    def _failure(self, ended: Exit, deaths: int) -> ChildFailed | None:
         """Why another start is pointless, if it is."""
-        if not self._command.essential or (was_ready and any(replica.ready.is_set() for replica in self.replicas)):
+        if not self._command.essential or (self._was_ready and any(replica.ready.is_set() for replica in self.replicas)):
             return None
         if ended.status == os.EX_CONFIG:
             return ChildFailed(ended.last_words or f"{self.name} cannot run with this configuration", os.EX_CONFIG)
-        if not was_ready and deaths >= START_ATTEMPTS:
+        if not self._was_ready and deaths >= START_ATTEMPTS:
             return ChildFailed(f"{self.name} did not start in {deaths} attempts; the last one: {ended}")
         return None
 
@@ -201,7 +210,12 @@ class Child:
 
     async def _await_ready(self, ready: Callable[[], Awaitable[None]]) -> None:
         await ready()
+        self._is_ready()
+
+    def _is_ready(self) -> None:
+        self._was_ready = True
         self.ready.set()
+        self._news.set()
 
     async def _end_silent(self, process: asyncio.subprocess.Process) -> None:
         await self._silence.too_long()
@@ -218,7 +232,7 @@ class Child:
             return
         self._reported_error = report.get("message", self._reported_error)
         if report["phase"] == "ready":
-            self.ready.set()
+            self._is_ready()
         if self._on_progress is not None:
             self._on_progress(report)
 
@@ -230,6 +244,10 @@ class Child:
     async def stop(self) -> None:
         """Ask with SIGTERM, wait for the command's time, then kill. Safe when it never ran or has ended."""
         self._stopping = True
+        self._news.set()
+        await self._end_process()
+
+    async def _end_process(self) -> None:
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -241,6 +259,46 @@ class Child:
             log.warning("%s did not stop in %g s; killing it", self.name, self._command.stop_timeout)
             self.kill_group()
             await process.wait()
+
+    async def restart(self) -> None:
+        """End the process in order; returns when the next one is ready. Raises ChildFailed when that one ends first."""
+        before, self._last_exit = self.pid, None
+        await self._end_process()
+        if self._command.ready is not None or self._on_progress is not None:
+            await self.comes_up(before)
+
+    async def comes_up(self, before: int | None = None) -> None:
+        """Returns when a process other than `before` is ready. Raises ChildFailed when it ends first."""
+        while not (self.ready.is_set() and self.pid not in (None, before)):
+            if self._stopping or (self._last_exit is not None and self._last_exit.pid != before):
+                raise ChildFailed(f"{self.name} did not come up: {self._last_exit or 'it was told to stop'}")
+            self._news.clear()
+            await self._news.wait()
+
+    def successor(self) -> Child:
+        """Another child with the same command, to take this one's place."""
+        return Child(
+            self._command,
+            on_line=self._on_line,
+            on_progress=self._on_progress,
+            on_exit=self._on_exit,
+            on_failure=self._on_failure,
+        )
+
+    async def retire(self, number: signal.Signals, seconds: float) -> None:
+        """End for good: signal `number` asks for it, and after `seconds` SIGTERM does. Its end is reported."""
+        self._stopping = True
+        process = self._process
+        if process is not None and process.returncode is None:
+            process.send_signal(number)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), seconds)
+            await self._end_process()
+        while self._group is not None:
+            self._news.clear()
+            await self._news.wait()
+        if self._on_exit is not None and self._last_exit is not None:
+            await self._on_exit(self._last_exit)
 
     def kill(self) -> None:
         """End it at once and for good; its death is no news."""
@@ -268,7 +326,9 @@ def _said(line: str) -> str:
 class Supervisor:
     """Children in stages: started first to last, stopped last to first, the children of one stage together."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_stop: Callable[[], None] = lambda: None) -> None:
+        """`on_stop` is called before the first child is stopped."""
+        self._on_stop = on_stop
         self._stages: list[list[Child]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._over: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
@@ -290,6 +350,7 @@ class Supervisor:
             log.info("%s: stopping in order; a second signal kills", asked.name)
         finally:
             bringing_up.cancel()
+            self._on_stop()
             await self._stop()
             await asyncio.wait([bringing_up, *self._tasks])
         if self._forced is not None:
@@ -306,9 +367,33 @@ class Supervisor:
         else:
             self._stages.append(list(children))
         for child in children:
-            task = asyncio.get_running_loop().create_task(child.run())
-            task.add_done_callback(self._on_done)
-            self._tasks.append(task)
+            self._begin(child)
+
+    def _begin(self, child: Child) -> None:
+        task = asyncio.get_running_loop().create_task(child.run())
+        task.add_done_callback(self._on_done)
+        self._tasks.append(task)
+
+    @property
+    def children(self) -> list[Child]:
+        return [child for stage in self._stages for child in stage]
+
+    async def replace(self, old: Child, number: signal.Signals, seconds: float) -> None:
+        """Start a successor of `old`, and once that is ready retire `old` (`Child.retire`). Raises ChildFailed where it ends first:
+        then `old` goes on."""
+        stage = next(stage for stage in self._stages if old in stage)
+        new = old.successor()
+        new.is_on_trial = True
+        stage.append(new)
+        self._begin(new)
+        try:
+            await new.comes_up()
+        except ChildFailed:
+            stage.remove(new)
+            raise
+        new.is_on_trial = False
+        await old.retire(number, seconds)
+        stage.remove(old)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not self._over.done():

@@ -86,7 +86,8 @@ class EngineLoop:
     def stop(self, timeout: float = 0.0) -> None:
         """Take no more requests; after `timeout` seconds leave what still runs to the next engine; then return from `run`.
 
-        Until then aborts are obeyed. Asked again, the shorter time counts. Safe in a signal handler: it takes no lock, which the code that it interrupts might hold.
+        Until then aborts are obeyed. Asked again, the shorter time counts. Safe in a signal handler: it takes no lock, which the
+        code that it interrupts might hold.
         """
         self._deadline = min(self._deadline, time.monotonic() + timeout)
         self._stopping = True

@@ -15,7 +15,21 @@ from ops.cli import cli
 from ops.settings import SETTINGS
 
 HEAVY = ("torch", "numba", "transformers", "fastapi", "celery", "uvicorn")
-COMMANDS = ["serve", "api", "engine", "maintenance", "ps", "inspect", "abort", "engines", "usage", "simulate", "version"]
+COMMANDS = [
+    "serve",
+    "api",
+    "engine",
+    "maintenance",
+    "ps",
+    "inspect",
+    "abort",
+    "engines",
+    "drain",
+    "restart",
+    "usage",
+    "simulate",
+    "version",
+]
 
 
 def headrace(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
