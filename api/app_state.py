@@ -73,6 +73,7 @@ class Service:
         self._first_trouble = Trouble.AWAY  # until there is a client
         self._background: asyncio.Task[None] | None = None
         self._settling: asyncio.TimerHandle | None = None
+        self._seeking: asyncio.Task[None] | None = None
         self._next_seek = 0.0  # event loop's time
 
     async def start(self) -> None:
@@ -137,11 +138,20 @@ class Service:
                     await self._client.directory.refresh()
 
     async def seek_engines(self) -> None:
-        """One may just have come, if none is known: Redis is asked, without waiting for the next round of housekeeping."""
+        """One may just have come, if none is known: Redis is asked, without waiting for the next round of housekeeping. All who
+        want to know wait for one answer."""
+        if self._client is None or self._client.directory.engines:
+            return
         now = asyncio.get_running_loop().time()
-        if self._client is not None and not self._client.directory.engines and now >= self._next_seek:
+        if self._seeking is None or (self._seeking.done() and now >= self._next_seek):
             self._next_seek = now + SEEK_SECONDS
-            await self.look()
+            self._seeking = asyncio.create_task(self.look())
+        await asyncio.shield(self._seeking)
+
+    async def resolve(self, name: str | None) -> ServedModel:
+        """As `ServedModels.resolve`; an engine that has just come is known."""
+        await self.seek_engines()
+        return await self.models.resolve(self.client, name)
 
     async def prepare(self, request: Request, work: Callable[[B, ServedModel, RequestRules], R], body: B, model: ServedModel) -> R:
         """`work` on a body off the event loop: on a thread, or in the reader process that holds it because it is large."""
@@ -164,9 +174,10 @@ class Service:
             generation.abort()
 
     async def close(self) -> None:
-        if self._background is not None:
-            self._background.cancel()
-            await asyncio.gather(self._background, return_exceptions=True)
+        for task in (self._background, self._seeking):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         for generation in list(self.observer.open):
             generation.close()
         if self._client is not None:

@@ -60,7 +60,7 @@ async def recall(service: Service, model: str, record: RecordView) -> Recalled:
     facts = first.facts
     task = Task(
         facts.endpoint,
-        await service.models.resolve(service.client, facts.model),
+        await service.resolve(facts.model),
         [_prompt(outline) for outline in outlines],
         [outline.sampling for outline in outlines],
         facts.answer,

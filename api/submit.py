@@ -63,7 +63,7 @@ async def generate(
     key, grace = idempotency_key(request.scope), grace_time(request.scope, body.resumable, service.config)
     if key and (earlier := await _earlier(request, key)) is not None:
         return earlier
-    model = await service.models.resolve(service.client, body.model)
+    model = await service.resolve(body.model)
     _check_queue(request, model)
     task = prepare(body, model, service.rules) if in_place else await service.prepare(request, prepare, body, model)
     generation = _make_generation(request, task, body.request_id, grace)

@@ -20,14 +20,14 @@ JSON = "application/json"
 @router.post("/tokenize", summary="Text or messages to token ids")
 async def tokenize(body: TokenizeChatRequest | TokenizeCompletionRequest, request: Request) -> Response:
     service = service_of(request)
-    model = await service.models.resolve(service.client, body.model)
+    model = await service.resolve(body.model)
     return Response(await service.prepare(request, tokenized, body, model), media_type=JSON)
 
 
 @router.post("/detokenize", summary="Token ids to text")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     service = service_of(request)
-    model = await service.models.resolve(service.client, body.model)
+    model = await service.resolve(body.model)
     return Response(await service.prepare(request, detokenized, body, model), media_type=JSON)
 
 
@@ -37,7 +37,7 @@ async def tokenizer_info(request: Request, model: Annotated[str | None, Query()]
     service = service_of(request)
     if not service.config.enable_tokenizer_info_endpoint:
         raise NotFound("This server was not started with --enable-tokenizer-info-endpoint.")
-    files = (await service.models.resolve(service.client, model)).files
+    files = (await service.resolve(model)).files
     configuration = files.bundle.tokenizer_config
     known = {"bos_token": files.bundle.bos_token, "eos_token": files.bundle.eos_token}
     return {**known, **configuration, "chat_template": files.template_source or files.bundle.chat_template}

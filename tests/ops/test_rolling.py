@@ -71,6 +71,7 @@ class Load:
 
 
 def _text(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
     if "event-stream" not in answer.headers["content-type"]:
         return str(answer.json()["choices"][0]["text"])
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
