@@ -139,7 +139,9 @@ class ApiConfig:
     enable_request_id_headers: bool = option(True, "send X-Request-Id in every response")
     disable_fastapi_docs: bool = option(False, "serve no /docs, /redoc and /openapi.json")
     metrics_prefix: str = option("headrace", "first word of metric names; vllm: for dashboards made for vLLM")
-    shutdown_timeout: float = option(0.0, "seconds that running requests get after SIGTERM; then API servers abort them, and engines hand them over")
+    shutdown_timeout: float = option(
+        0.0, "seconds that running requests get after SIGTERM; then API servers abort them, and engines hand them over"
+    )
 
     @property
     def asks_for_keys(self) -> bool:
