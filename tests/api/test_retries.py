@@ -17,9 +17,10 @@ from tests.api.resuming import continued, merged, streamed
 
 KEYS = 40
 RETRIES = 25  # of each key
+TOKENS = 100  # of each choice
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server(smollm2_gguf: Path) -> Iterator[LiveServer]:
     with LiveServer(smollm2_gguf, (*NULL_ENGINE, "--max-num-seqs", "64"), null="step_seconds=0.01") as server:
         yield server
@@ -37,7 +38,7 @@ async def test_a_thousand_retries_while_the_engine_is_killed_have_one_answer_eac
         async def ask(number: int, attempt: int) -> tuple[int, str]:
             http = there if (number + attempt) % 2 else here
             stream = number % 8 == 0
-            body = {"prompt": f"number {number}", "max_tokens": 150, "temperature": 1.0, "n": 1 + number % 2, "stream": stream}
+            body = {"prompt": f"number {number}", "max_tokens": TOKENS, "temperature": 1.0, "n": 1 + number % 2, "stream": stream}
             answer = await http.post("/v1/completions", json=body, headers={"Idempotency-Key": f"key-{number}"})
             assert answer.status_code == 200, answer.text
             return number, told(answer) if stream else answer.text
@@ -50,9 +51,9 @@ async def test_a_thousand_retries_while_the_engine_is_killed_have_one_answer_eac
             answers[number].add(text)
         assert [len(answers[number]) for number in range(KEYS)] == [1] * KEYS
         listed = (await here.get("/v1/requests", params={"state": "all"})).json()["data"]
-        assert len(listed) == KEYS
+        assert len(listed) == KEYS, "no other test came before"
         assert {(request["state"], request["finish_reason"]) for request in listed} == {("ended", "length")}
-        assert sum(request["output_tokens"] for request in listed) == sum(150 * (1 + number % 2) for number in range(KEYS))
+        assert sum(request["output_tokens"] for request in listed) == sum(TOKENS * (1 + number % 2) for number in range(KEYS))
 
 
 def told(answer: httpx.Response) -> str:
