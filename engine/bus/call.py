@@ -22,7 +22,9 @@ Argument = str | bytes | int | float
 Command = tuple[Argument, ...]
 
 LUA = Path(__file__).parent / "lua"
-ADMITTING = frozenset({"accepts", "enqueue"})  # refused when memory is short; all other scripts go on with what is there, or end it
+ADMITTING = frozenset(
+    {"accepts", "commit", "enqueue", "stage"}
+)  # refused when memory is short; all other scripts go on with what is there, or end it
 
 
 class Trouble(StrEnum):

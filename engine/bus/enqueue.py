@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from engine.bus import keys
@@ -13,6 +14,9 @@ from engine.protocol import EngineCoreRequest, RequestFacts, encode
 MEMORY_SHARE = 0.8  # of maxmemory, beyond which nothing new is admitted
 QUEUE_LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens", "max_queue_seconds")  # reasons of refusal
 OUTPUTS_DROPPED_AT_ONCE = 256  # Redis answers no other client meanwhile
+SLICE = 32  # requests that one script enqueues: Redis answers no other client meanwhile
+SLICE_BYTES = 1 << 20  # of their payloads
+STAGED_TTL = 60.0  # seconds after which a slice goes whose list was not enqueued
 MAX_EXACT = 2**53  # Lua's numbers are doubles
 
 
@@ -73,35 +77,81 @@ def enqueue(
 ) -> Call[Enqueued | Refused | Repeated]:
     """All of the requests, which are those of one HTTP request, or none. Sent again by the same API server under the same ids and
     handles, it succeeds again."""
-    limits = limits or AdmissionLimits()
-    arguments: list[Argument] = [
-        -1 if limits.max_num_queued_reqs is None else limits.max_num_queued_reqs,
-        -1 if limits.max_num_queued_tokens is None else limits.max_num_queued_tokens,
-        -1 if limits.max_num_waiting is None else limits.max_num_waiting,
-        int(limits.require_engine),
-        limits.memory_share,
-        keys.wake_channel(model),
-        len(requests),
-    ]
-    for request in requests:
-        if not 0 <= request.handle < MAX_EXACT:
-            raise ValueError(f"handle {request.handle} does not fit 53 bits")
-        arguments += [request.request_id, encode(request), *flat(first_fields(request, model))]
+    bounds = _bounds(model, limits or AdmissionLimits())
+    parts = [_part(request, model) for request in requests]
+    slices = _slices(parts)
+    if len(slices) > 1:
+        return _stage(model, slices, requests, bounds)
+    return Call(
+        _outcome,
+        script("enqueue", "ledger", "entries", "memory", "admission"),
+        (*keys.ledger(model), keys.served(model)),
+        (*bounds, len(parts), *chain.from_iterable(parts)),
+    )
 
-    def decode(answer: list[Any]) -> Enqueued | Refused | Repeated:
-        if answer[0] == b"ok":
-            return Enqueued([entry.decode() for entry in answer[2:]], int(answer[1] or 0))
-        if answer[0] == b"repeated":
-            return Repeated(answer[1].decode(), answer[2].decode())
-        reason, value, limit, request_id, of_tenant = answer[1:]
-        return Refused(reason.decode(), int(value), int(limit), request_id.decode(), of_tenant == b"1")
+
+def _bounds(model: str, limits: AdmissionLimits) -> tuple[Argument, ...]:
+    most = (limits.max_num_queued_reqs, limits.max_num_queued_tokens, limits.max_num_waiting)
+    any_number = (-1 if limit is None else limit for limit in most)
+    return (*any_number, int(limits.require_engine), limits.memory_share, keys.wake_channel(model))
+
+
+def _part(request: EngineCoreRequest, model: str) -> list[Argument]:
+    """A request as the scripts take it."""
+    if not 0 <= request.handle < MAX_EXACT:
+        raise ValueError(f"handle {request.handle} does not fit 53 bits")
+    return [request.request_id, encode(request), *flat(first_fields(request, model))]
+
+
+def _slices(parts: Sequence[list[Argument]]) -> list[list[list[Argument]]]:
+    """Slices that Redis takes in without keeping other clients waiting."""
+    slices: list[list[list[Argument]]] = [[]]
+    num_bytes = 0
+    for part in parts:
+        payload = part[1]
+        assert isinstance(payload, bytes)
+        if slices[-1] and (len(slices[-1]) == SLICE or num_bytes + len(payload) > SLICE_BYTES):
+            slices.append([])
+            num_bytes = 0
+        slices[-1].append(part)
+        num_bytes += len(payload)
+    return slices
+
+
+def _stage(
+    model: str, slices: list[list[list[Argument]]], requests: Sequence[EngineCoreRequest], bounds: tuple[Argument, ...]
+) -> Call[Enqueued | Refused | Repeated]:
+    """Slice after slice, then all at once into the queue."""
+    if not slices:
+        pairs: list[Argument] = []
+        for request in requests:
+            pairs += [request.request_id, request.handle]
+        return Call(
+            _outcome,
+            script("commit", "ledger", "entries", "memory", "admission"),
+            (*keys.ledger(model), keys.served(model), keys.staged(model)),
+            (*bounds, requests[0].client, len(requests), *pairs),
+        )
+    first, *others = slices
+
+    def decode(answer: list[Any]) -> Enqueued | Refused | Repeated | Call[Enqueued | Refused | Repeated]:
+        return _stage(model, others, requests, bounds) if answer[0] == b"ok" else _outcome(answer)
 
     return Call(
         decode,
-        script=script("enqueue", "ledger", "entries", "memory"),
-        keys=(*keys.ledger(model), keys.served(model)),
-        arguments=tuple(arguments),
+        script("stage", "ledger", "entries", "memory", "admission"),
+        (*keys.ledger(model), keys.staged(model)),
+        (bounds[4], milliseconds(STAGED_TTL), len(first), *chain.from_iterable(first)),
     )
+
+
+def _outcome(answer: list[Any]) -> Enqueued | Refused | Repeated:
+    if answer[0] == b"ok":
+        return Enqueued([entry.decode() for entry in answer[2:]], int(answer[1] or 0))
+    if answer[0] == b"repeated":
+        return Repeated(answer[1].decode(), answer[2].decode())
+    reason, value, limit, request_id, of_tenant = answer[1:]
+    return Refused(reason.decode(), int(value), int(limit), request_id.decode(), of_tenant == b"1")
 
 
 def accepts(memory_share: float = MEMORY_SHARE) -> Call[Refused | None]:

@@ -124,6 +124,11 @@ def fair(model: str) -> str:
     return _of(model, "fair")
 
 
+def staged(model: str) -> str:
+    """Sorted set: entry of each request whose list is not enqueued yet -> epoch seconds at which it came."""
+    return _of(model, "staged")
+
+
 def heights(model: str) -> str:
     """Sorted set: slot -> choices that its engine has in flight. Slots of none are absent."""
     return _of(model, "heights")

@@ -7,7 +7,7 @@ umask 077
 model='headrace:{*}'
 ledger="~$model:requests ~$model:order ~$model:live ~$model:ended ~$model:load ~$model:usage ~$model:record:* ~$model:external:*"
 ledger="$ledger ~$model:tombstone:* ~$model:resume:* ~$model:orphans ~$model:output:* ~$model:kept ~$model:externals ~$model:fair"
-ledger="$ledger ~$model:heights ~$model:deadlines ~$model:idempotency:*"
+ledger="$ledger ~$model:heights ~$model:deadlines ~$model:staged ~$model:idempotency:*"
 # Scripts name these among their keys, and Redis takes what a script names for what it writes.
 slots="~$model:owner:* ~$model:slot:* ~$model:slots ~$model:incarnation ~$model:served ~$model:served:* ~$model:engine ~$model:absent:*"
 commands='+@read +@write +@stream +@pubsub +@transaction +@connection +eval +evalsha -@admin -@dangerous +info +time +script|load'

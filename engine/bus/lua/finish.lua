@@ -32,7 +32,7 @@ end
 local record = redis.call('HMGET', key, 'state', 'n', 'engine', 'incarnation', 'journals', 'client', 'handle')
 local state, is_orphan = record[1], record[1] == 'queued' and record[5]
 
-if not state then
+if not state or state == 'staged' then
   redis.call('SET', TOMBSTONE .. id, '', 'PX', tombstone_ttl)
   return {'unknown', {}}
 end
