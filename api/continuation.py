@@ -47,50 +47,59 @@ class Recalled:
 
 async def recall(service: Service, model: str, record: RecordView) -> Recalled:
     """The HTTP request that the request of `record` belongs to. Raises NotFound, ServiceUnavailable, BusUnavailable."""
-    (first,) = await service.bus.run(records.outlines(model, [record.id]))
-    if first is None or first.facts.endpoint not in FORMATS:
-        raise NotFound(f"The answer of request '{record.id}' is not kept.", param="request_id")
-    ids, outlines = [record.id], [first]
-    if first.facts.num_prompts > 1:
-        ids = sibling_ids(record.id, first.facts.external_id, first.facts.num_prompts)
-        found = await service.bus.run(records.outlines(model, ids))
-        outlines = [outline for outline in found if outline is not None]
-        if len(outlines) < len(ids):
-            raise NotFound(f"The answer of request '{record.id}' is not kept any more.", param="request_id")
-    facts = first.facts
+    ids, outlines = await _outlines(service, model, record)
+    facts = outlines[0].facts
+    prompts = [_prompt_token_ids(outline) for outline in outlines]
     task = Task(
         facts.endpoint,
         await service.resolve(facts.model),
-        [_prompt(outline) for outline in outlines],
+        [Prompt(token_ids, outline.facts.prompt_text) for token_ids, outline in zip(prompts, outlines, strict=True)],
         [outline.sampling for outline in outlines],
         facts.answer,
         facts.stream,
     )
-    generation = Generation(
-        task, facts.external_id or record.id, ids, facts.created, record.tenant, service.attached_observer, facts.grace
-    )
+    external = facts.external_id or record.id
+    generation = Generation(task, external, ids, facts.created, record.tenant, service.attached_observer, facts.grace)
     requests = [
         EngineCoreRequest(
             PROTOCOL_VERSION,
             request_id,
-            prompt.token_ids.tobytes(),
+            token_ids.tobytes(),
             outline.sampling,
             service.client.incarnation,
             service.client.next_handle(),
             tenant=record.tenant,
             facts=outline.facts,
         )
-        for request_id, prompt, outline in zip(ids, task.prompts, outlines, strict=True)
-        if isinstance(prompt.token_ids, array)
+        for request_id, token_ids, outline in zip(ids, prompts, outlines, strict=True)
     ]
     return Recalled(model, generation, requests)
 
 
-def _prompt(outline: RequestOutline) -> Prompt:
-    """With the tokens that the outline has. Those before stand as zeros: the answer counts them and shows nothing of them."""
-    tokens = array("i", bytes(4 * outline.num_prompt_tokens - len(outline.prompt_token_ids)))
-    tokens.frombytes(outline.prompt_token_ids)
-    return Prompt(tokens, outline.facts.prompt_text)
+async def _outlines(service: Service, model: str, record: RecordView) -> tuple[list[str], list[RequestOutline]]:
+    """Ids and outlines of an HTTP request's prompts. Raises NotFound, BusUnavailable."""
+    (first,) = await service.bus.run(records.outlines(model, [record.id]))
+    if first is None or first.facts.endpoint not in FORMATS:
+        raise _not_kept(record)
+    if first.facts.num_prompts == 1:
+        return [record.id], [first]
+    ids = sibling_ids(record.id, first.facts.external_id, first.facts.num_prompts)
+    found = await service.bus.run(records.outlines(model, ids))
+    outlines = [outline for outline in found if outline is not None]
+    if len(outlines) < len(ids):
+        raise _not_kept(record)
+    return ids, outlines
+
+
+def _not_kept(record: RecordView) -> NotFound:
+    return NotFound(f"The answer of request '{record.id}' is not kept.", param="request_id")
+
+
+def _prompt_token_ids(outline: RequestOutline) -> array[int]:
+    """Those that the outline has. Zeros stand for those before: the answer counts them and shows nothing of them."""
+    token_ids = array("i", bytes(4 * outline.num_prompt_tokens - len(outline.prompt_token_ids)))
+    token_ids.frombytes(outline.prompt_token_ids)
+    return token_ids
 
 
 async def continued_stream(request: Request, recalled: Recalled, starting_after: str | None = None) -> Response:
