@@ -252,6 +252,18 @@ def outlines(model: str, ids: Sequence[str]) -> Call[list[RequestOutline | None]
     )
 
 
+def live_payloads(model: str, ids: Sequence[str]) -> Call[list[bytes | None]]:
+    """EngineCoreRequests as they were enqueued; None: the request has ended, or is not there."""
+
+    def read(answers: list[Any]) -> list[bytes | None]:
+        return [parse_fields(found[0][1]).get("payload") if found else None for found in answers]
+
+    def look(entries: list[bytes | None]) -> Call[list[bytes | None]]:
+        return Call(read, commands=tuple(("XRANGE", keys.requests(model), entry or b"0-1", entry or b"0-1") for entry in entries))
+
+    return Call(look, commands=tuple(("HGET", keys.record(model, each), "entry") for each in ids))
+
+
 def repeated(models: Sequence[str], tenant: str, key: str) -> Call[tuple[str, Repeated] | None]:
     """The request that this tenant sent with this Idempotency-Key, and its canonical model."""
 

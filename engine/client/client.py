@@ -48,6 +48,7 @@ from engine.protocol import (
     Utility,
     decode_client_message,
     decode_column,
+    decode_request,
 )
 
 logger = logging.getLogger(__name__)
@@ -177,8 +178,12 @@ class AsyncClient:
 
     async def _listen_to(self, model: str, streams: Sequence[RequestStream]) -> None:
         await self._bus.run(attach(model, self.incarnation, [(stream.request_id, stream.handle) for stream in streams]))
-        for stream in streams:
+        payloads = await self._bus.run(records.live_payloads(model, [stream.request_id for stream in streams]))
+        for stream, payload in zip(streams, payloads, strict=True):
             stream.listens = stream.enqueued = True
+            if payload is not None and not stream.may_enqueue:
+                stream.request = msgspec.structs.replace(decode_request(payload), client=self.incarnation, handle=stream.handle)
+                stream.may_enqueue = True
         self._repairs.note_gaps([stream.handle for stream in streams])
 
     async def _take_up(self, stream: RequestStream) -> None:

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.1
 PAGE = 256  # requests of one look
 LOOKS_WITHOUT_LISTENER = 3  # in a row, after which a follower listens
+LOOKS_WITHOUT_RECORD = 100  # in a row, after which it is gone; after a wipe of Redis, engines and API servers put it back before
 
 
 class Followers:
@@ -33,6 +34,7 @@ class Followers:
         self._take_up = take_up
         self._following: defaultdict[tuple[str, str], list[RequestStream]] = defaultdict(list)  # by model and request id
         self._unheard: defaultdict[tuple[str, str], int] = defaultdict(int)  # looks in a row that found nobody listening
+        self._missed: defaultdict[tuple[str, str], int] = defaultdict(int)  # looks in a row that found no record
         self._some = asyncio.Event()
 
     def add(self, stream: RequestStream) -> None:
@@ -75,8 +77,12 @@ class Followers:
 
     async def _deal_with(self, request: tuple[str, str], place: Whereabouts | None, listening: frozenset[str]) -> None:
         if place is None:
-            self._end_all(request, "The request's record is gone.")
-        elif place.state == "ended":
+            self._missed[request] += 1
+            if self._missed[request] >= LOOKS_WITHOUT_RECORD:
+                self._end_all(request, "The request's record is gone.")
+            return
+        self._missed.pop(request, None)
+        if place.state == "ended":
             await self._hand_out(request, place)
         elif place.state == "unreadable":
             self._end_all(request, "The request's record cannot be read.")
@@ -105,4 +111,5 @@ class Followers:
 
     def _drop(self, request: tuple[str, str]) -> Iterable[RequestStream]:
         self._unheard.pop(request, None)
+        self._missed.pop(request, None)
         return self._following.pop(request, [])

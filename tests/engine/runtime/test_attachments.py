@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
+import redis
 from msgspec.structs import replace
 
 from engine.bus import records
 from engine.bus.connection import AsyncBus
+from engine.bus.enqueue import AdmissionLimits
 from engine.client.client import TAKEN_UP_ELSEWHERE, AsyncClient
 from engine.protocol import Attach, EngineCoreRequest, FinishReason, RequestFacts
 from tests.engine.conftest import MODEL, RunningEngine
@@ -92,6 +94,36 @@ async def test_a_request_outlives_its_stream_for_its_grace_time(slow_engine: Run
     await wait_for_async(ended, "the ends of both")
     reasons = [(await client.record(MODEL, each.request_id)).reason for each in (patient, short)]  # type: ignore[union-attr]
     assert reasons == ["length", "abort"]
+
+
+async def test_a_follower_waits_for_a_request_that_redis_forgot_until_it_is_put_back(
+    slow_engine: RunningEngine, client: AsyncClient, other: AsyncClient
+) -> None:
+    request = replace(make_request(client, max_tokens=200), facts=RequestFacts(grace=30.0, idempotency_key="k", body_hash="b"))
+    first, follower = Follower(), Follower()
+    (first.stream,) = await client.add(MODEL, [request], [first], NO_LIMITS)
+    own = replace(request, client=other.incarnation, handle=other.next_handle())
+    (follower.stream,) = other.follow(MODEL, [own], [follower])
+    await first.has_tokens(10)
+    with redis.Redis.from_url(slow_engine.bus.url) as raw:
+        raw.flushall()
+    async with asyncio.timeout(60):
+        assert (await first.whole())[0] == (await follower.whole())[0] == [expected(request)]
+
+
+async def test_a_queued_request_that_another_client_took_up_outlives_a_wipe(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, other: AsyncClient, redis_url: str
+) -> None:
+    request = make_request(client, max_tokens=20)
+    first = Follower()
+    limits = AdmissionLimits(require_engine=False)
+    (first.stream,) = await client.add(MODEL, [request], [first], limits)
+    second = await attach(other, replace(request, prompt_token_ids=bytes(len(request.prompt_token_ids))))
+    with redis.Redis.from_url(redis_url) as raw:
+        raw.flushall()
+    start_engine()
+    async with asyncio.timeout(60):
+        assert (await second.whole())[0] == [expected(request)]
 
 
 async def test_followers_get_the_stored_answer_and_one_takes_up_what_nobody_listens_to(
