@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
@@ -33,6 +34,7 @@ from api.response.stream_position import StreamPosition
 from api.time_limits import TimeLimits, time_limits
 from engine.bus import records
 from engine.bus.enqueue import Refused, Repeated
+from engine.client.admission import estimated_wait
 from engine.client.client import AsyncClient
 from engine.config import ApiConfig
 from engine.protocol import PROTOCOL_VERSION, EngineCoreRequest, RequestFacts, encode_column
@@ -141,11 +143,16 @@ async def _answer(request: Request, generation: Generation, make_format: MakeFor
         except BaseException:
             events.close()
             raise
-        return EventStream(generation, events, headers, service.config.sse_keep_alive_interval)
+        estimate = partial(_estimated_wait, service, generation.task.model.canonical_name)
+        return EventStream(generation, events, headers, service.config.sse_keep_alive_interval, estimate)
     whole = generation.sink = WholeAnswer(generation.task.num_choices)
     headers |= await _submit(request, generation, limits)
     format = make_format(generation, service.config, None)
     return await whole_response(generation, whole, format, response_writer(request.scope), headers)
+
+
+def _estimated_wait(service: Service, model: str, num_before: int) -> float | None:
+    return estimated_wait(num_before, engines_of(service.client, model))
 
 
 def _first_position(generation: Generation) -> StreamPosition | None:

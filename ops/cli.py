@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import click
 
-from ops.commands import abort, drain, engines, inspect, ps, restart, simulate, usage
+from ops.commands import abort, drain, engines, inspect, priority, ps, restart, simulate, usage
 from ops.errors import CommandError
 from ops.options import SettingsCommand, given, setting_options
 from ops.redis_url import parse_redis_url
@@ -50,6 +50,7 @@ def cli() -> None:
     headrace ps                    requests that run or wait
     headrace inspect ID            a request, and where its time went
     headrace abort ID              end a request, with confirmation
+    headrace priority ID N         move a request that waits
     """
 
 
@@ -110,7 +111,7 @@ def maintenance(config_file: str | None, of_serve: bool, **values: Any) -> int:
     return run_maintenance(_with_redis(resolve(given(values), os.environ, config_file)), of_serve)
 
 
-for command in (ps, inspect, abort, engines, drain, restart, usage, simulate):
+for command in (ps, inspect, abort, priority, engines, drain, restart, usage, simulate):
     cli.add_command(command)
 
 

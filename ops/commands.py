@@ -64,6 +64,7 @@ def inspect(redis_url: str, data_dir: str, model: str | None, as_json: bool, req
 
     with requests.connect(_redis_url(redis_url, data_dir)) as bus:
         newest, *others = requests.find(bus, request_id, model)
+        newest = requests.with_place(bus, newest)
     if as_json:
         _print_json({**newest.json(), "others": [other.record.id for other in others]})
     else:
@@ -99,6 +100,29 @@ def abort(
         if not results:
             click.echo("no requests")
     return 0 if all(result.is_over for result in results) else 1
+
+
+@click.command(short_help="Move a request that waits.", context_settings={"ignore_unknown_options": True})
+@bus_options
+@click.argument("request_id", metavar="ID")
+@click.argument("value", metavar="N", type=click.IntRange(-(2**53), 2**53))
+def priority(redis_url: str, data_dir: str, model: str | None, as_json: bool, request_id: str, value: int) -> int:
+    """Give requests that wait the priority N, under either scheduling policy: lower values are taken first.
+
+    A client's ID moves all its requests that wait. The exit status is 1 if none of them waited any more.
+    """
+    from ops import requests
+
+    with requests.connect(_redis_url(redis_url, data_dir)) as bus:
+        results = requests.prioritize(bus, request_id, value, model)
+    if as_json:
+        _print_json([{"id": request.record.id, "moved": moved} for request, moved in results])
+    else:
+        for request, moved in results:
+            click.echo(f"{request.record.id}: {f'priority {value}' if moved else 'an engine has taken it, it was not moved'}")
+        if not results:
+            click.echo("the request has ended")
+    return 0 if any(moved for _, moved in results) else 1
 
 
 @click.command(short_help="List living engines.")

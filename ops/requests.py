@@ -6,19 +6,20 @@ import asyncio
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 from redis.exceptions import RedisError
 
-from engine.bus import keys, leases, records
+from engine.bus import keys, leases, queue_place, records
 from engine.bus.call import BusUnavailable, UnfitRedis
 from engine.bus.connection import AsyncBus, Bus
 from engine.bus.records import RecordView
 from engine.bus.subscription import AsyncSubscription
 from engine.client.abort import AbortResult, Replies
 from engine.client.abort import abort as abort_by_id
+from engine.client.admission import estimated_wait
 from engine.protocol import ControlReply, EngineInfo, decode_client_message
 from ops.errors import CommandError, SettingError
 from ops.settings import shown
@@ -40,10 +41,13 @@ class Request:
 
     model: str
     record: RecordView
+    num_before: int | None = None  # requests that wait before it; None: it does not wait, or that was not asked
+    estimated_wait: float | None = None  # seconds
 
     def json(self) -> dict[str, Any]:
         facts: dict[str, Any] = msgspec.to_builtins(self.record)
-        return {**facts, "model": self.model, "requested_model": self.record.model, "timeline": timeline(self.record)}
+        queue = {"queue_position": self.num_before, "estimated_wait": self.estimated_wait}
+        return {**facts, **queue, "model": self.model, "requested_model": self.record.model, "timeline": timeline(self.record)}
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,21 @@ def find(bus: Bus, request_id: str, model: str | None) -> list[Request]:
     if not found:
         raise CommandError(f"there is no request `{request_id}`; records of ended requests are kept for --record-retention seconds")
     return found
+
+
+def with_place(bus: Bus, request: Request) -> Request:
+    """The request with its place in the queue, if it waits."""
+    if request.record.state != "queued":
+        return request
+    (number,) = bus.run(queue_place.num_before(request.model, [request.record.entry]))
+    wait = None if number is None else estimated_wait(number, bus.run(leases.engines(request.model)))
+    return replace(request, num_before=number, estimated_wait=wait)
+
+
+def prioritize(bus: Bus, request_id: str, priority: int, model: str | None) -> list[tuple[Request, bool]]:
+    """Give the requests with this id that wait another priority: each that lives, and whether it still waited."""
+    found = [request for request in find(bus, request_id, model) if request.record.state != "ended"]
+    return [(each, bus.run(queue_place.prioritize(each.model, each.record.id, priority)) == "queued") for each in found]
 
 
 def to_abort(bus: Bus, request_ids: Sequence[str], model: str | None) -> list[Request]:

@@ -56,6 +56,14 @@ def _state(record: RecordView) -> str:
     return f"{record.reason}, dropped" if record.output_dropped else record.reason
 
 
+def _place(request: Request) -> str:
+    """Of a request that waits."""
+    if request.num_before is None:
+        return ""
+    wait = "" if request.estimated_wait is None else f", about {duration(request.estimated_wait)}"
+    return f"{request.num_before} requests{wait}"
+
+
 def show_request(request: Request, others: Sequence[Request]) -> None:
     """One request: its facts, then where its time went."""
     record = request.record
@@ -68,6 +76,7 @@ def show_request(request: Request, others: Sequence[Request]) -> None:
         ("tenant", record.tenant),
         ("engine", record.engine),
         ("priority", str(record.priority)),
+        ("before it", _place(request)),
         ("prompt", f"{record.prompt_tokens} tokens, {record.cached_tokens} of them from the prefix cache"),
         (
             "output",

@@ -92,6 +92,12 @@ class Generation:
             sum(run.final.num_cached_tokens for run in self.runs if run.final is not None),
         )
 
+    @property
+    def num_before(self) -> int | None:
+        """Requests that wait before the first of this one, as of some seconds ago; None: it does not wait."""
+        known = [stream.num_before for stream in self._streams if stream.num_before is not None]
+        return None if self.first_output or len(known) < len(self._streams) else min(known, default=None)
+
     def begin(self, streams: Sequence[RequestStream]) -> None:
         """The requests are enqueued: `streams`, one a prompt, are this generation's to abort."""
         self._streams = streams

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
@@ -25,6 +26,7 @@ logger = logging.getLogger("headrace.api")
 
 DONE = b"data: [DONE]\n\n"
 _LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\u0085\u2028\u2029"]
+Estimate = Callable[[int], float | None]  # from requests that wait before one to seconds, where those can be told
 COMMENT = ServerSentEvent(comment="keep-alive", sep="\n").encode()
 _HEADERS = tuple(pair for pair in EventSourceResponse(iter(())).raw_headers if pair[0] != b"connection")  # that the server says
 
@@ -77,10 +79,10 @@ class EventSink:
         if not self._written.done():
             self._written.set_result(None)
 
-    def keep_alive(self) -> None:
+    def keep_alive(self, comment: bytes = COMMENT) -> None:
         """Write a comment. Where the socket is behind, it has enough to keep it alive."""
         if self._writer is not None and self._writer.ready and not self._pending and self._making is None:
-            self._writer.write(COMMENT)
+            self._writer.write(comment)
 
     def _flush(self) -> None:
         writer = self._writer
@@ -144,14 +146,27 @@ def one_line(events: bytes) -> bytes:
     return events
 
 
+def queue_comment(num_before: int, wait: float | None) -> bytes:
+    """What a stream says while its request waits."""
+    estimate = "" if wait is None else f", about {wait:.0f} s"
+    return ServerSentEvent(comment=f"queue position {num_before}{estimate}", sep="\n").encode()
+
+
 class EventStream(Response):
     """The response of a generation whose sink writes events. It always closes the generation.
 
     The headers are sse-starlette's. It would run a stream as four tasks, though, with a timeout's scope around each event.
     """
 
-    def __init__(self, generation: Generation, sink: EventSink, headers: dict[str, str], comment_seconds: float) -> None:
-        """`comment_seconds`: between the comments that keep the connection alive; 0: none."""
+    def __init__(
+        self,
+        generation: Generation,
+        sink: EventSink,
+        headers: dict[str, str],
+        comment_seconds: float,
+        estimate: Estimate | None = None,
+    ) -> None:
+        """`comment_seconds`: between the comments that keep the connection alive; 0: none. `estimate`: of the wait in the queue."""
         self.status_code = 200
         self.background = None
         self.raw_headers = [*_HEADERS, *((name.lower().encode(), value.encode()) for name, value in headers.items())]
@@ -159,6 +174,7 @@ class EventStream(Response):
         self._sink = sink
         self._comment_seconds = comment_seconds
         self._comments: asyncio.TimerHandle | None = None
+        self._estimate = estimate or (lambda num_before: None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = response_writer(scope)
@@ -184,7 +200,8 @@ class EventStream(Response):
             self._comments = asyncio.get_running_loop().call_later(self._comment_seconds, self._comment)
 
     def _comment(self) -> None:
-        self._sink.keep_alive()
+        num_before = self._generation.num_before
+        self._sink.keep_alive(COMMENT if num_before is None else queue_comment(num_before, self._estimate(num_before)))
         self._comment_later()
 
 

@@ -12,13 +12,16 @@ from msgspec import Raw
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
+from api.admission import engines_of
 from api.app_state import Service, principal_of, service_of
 from api.continuation import continued_stream, recall, stored_answer
 from api.errors import ApiError, NotFound, json_response
 from api.http.middleware import HEAD
 from api.http.request_ids import is_safe_id
 from engine.bus import records
+from engine.bus.queue_place import num_before
 from engine.bus.records import Found, RecordView
+from engine.client.admission import estimated_wait
 
 router = APIRouter()
 
@@ -59,7 +62,15 @@ async def get_request(request_id: str, request: Request) -> Response:
     service = service_of(request)
     model, record = await _find(request, request_id)
     answer = await _answer(service, model, record) if record.state == "ended" else None
-    return json_response({**_as_json(record), "answer": None if answer is None else Raw(answer)})
+    place = await _place(service, model, record) if record.state == "queued" else {}
+    return json_response({**_as_json(record), **place, "answer": None if answer is None else Raw(answer)})
+
+
+async def _place(service: Service, model: str, record: RecordView) -> dict[str, Any]:
+    """Where a request stands that waits."""
+    (number,) = await service.bus.run(num_before(model, [record.entry]))
+    wait = None if number is None else estimated_wait(number, engines_of(service.client, model))
+    return {"queue_position": number, "estimated_wait": wait}
 
 
 async def _answer(service: Service, model: str, record: RecordView) -> bytes | None:

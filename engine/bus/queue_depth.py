@@ -47,4 +47,4 @@ def queue_depth(model: str) -> Call[QueueDepth]:
         return QueueDepth(int(waiting), sums.get("waiting", 0), sums.get("tokens", 0), int(live), sums.get("requests", 0), tenants)
 
     commands = (("ZCARD", keys.order(model)), ("ZCARD", keys.live(model)), ("HGETALL", keys.load(model)))
-    return Call(decode, commands=commands, transaction=True)
+    return Call(decode, commands=commands)

@@ -122,6 +122,7 @@ class Whereabouts(NamedTuple):
     error: str = ""
     client: str = ""  # incarnation of the API server that listens
     detached: str = ""  # epoch seconds since when no stream listens; "": one does
+    entry: str = ""  # id in the requests stream
 
 
 def whereabouts(model: str, ids: Sequence[str]) -> Call[list[Whereabouts | None]]:

@@ -19,6 +19,7 @@ from engine.bus.call import BusUnavailable
 from engine.bus.connection import AsyncBus
 from engine.bus.control import control
 from engine.bus.enqueue import AdmissionLimits, enqueue
+from engine.bus.queue_place import num_before
 from engine.bus.records import Whereabouts
 from engine.client.request_stream import RequestStream
 from engine.protocol import EngineCoreOutputs, FinishReason, Lack, Replay
@@ -121,6 +122,7 @@ class Repairs:
         was_enqueued = [stream.enqueued for stream in page]  # before the look: until then a record may be on its way
         lacks: defaultdict[Place, list[Lack]] = defaultdict(list)
         places = await self._whereabouts(page)
+        await self._note_queued(page, places)
         for stream, place, enqueued in zip(page, places, was_enqueued, strict=True):
             if place is not None and place.state == "running":
                 lacks[stream.model, place.engine, place.incarnation].append(stream.lack())
@@ -133,6 +135,18 @@ class Repairs:
                 await self._rebuild_if_missed(stream)
         for engine, theirs in lacks.items():
             await self._bus.run(control(*engine, Replay(self._client, theirs)))
+
+    async def _note_queued(self, page: Sequence[RequestStream], places: Sequence[Whereabouts | None]) -> None:
+        """Streams whose requests wait learn how many others wait before them."""
+        queued: defaultdict[str, list[tuple[RequestStream, str]]] = defaultdict(list)
+        for stream, place in zip(page, places, strict=True):
+            stream.num_before = None
+            if place is not None and place.state == "queued" and place.entry:
+                queued[stream.model].append((stream, place.entry))
+        for model, theirs in queued.items():
+            found = await self._bus.run(num_before(model, [entry for _, entry in theirs]))
+            for (stream, _), number in zip(theirs, found, strict=True):
+                stream.num_before = number
 
     async def _rebuild_if_missed(self, stream: RequestStream) -> None:
         """Redis has forgotten the request. Engines put back what they hold; what none has put back by then is enqueued again. It

@@ -120,3 +120,7 @@ async def test_an_answer_says_where_its_request_stood(http: httpx.AsyncClient) -
     async with Fill(http, 8):
         async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
             assert int(answer.headers["x-headrace-queue-position"]) >= 1
+            record = (await http.get(f"/v1/requests/{answer.headers['x-headrace-request-id']}")).json()
+            assert record["queue_position"] >= 1
+            async with asyncio.timeout(10):
+                assert (await anext(answer.aiter_lines())).startswith(": queue position ")

@@ -23,6 +23,7 @@ COMMANDS = [
     "ps",
     "inspect",
     "abort",
+    "priority",
     "engines",
     "drain",
     "restart",

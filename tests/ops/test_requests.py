@@ -136,6 +136,17 @@ def test_inspect_finds_by_either_id_and_shows_the_way(bus: Bus, redis_url: str, 
     assert "waits in the engine" in text and "250 ms" in text and "3 tokens" in text
 
 
+def test_a_request_that_waits_is_moved_and_shows_its_place(bus: Bus, redis_url: str, slot: ClaimedSlot) -> None:
+    first, second = enqueue(bus, "one", 1), enqueue(bus, "two", 2)
+    assert as_json(headrace(redis_url, "inspect", "two", "--json"))["queue_position"] == 1
+    assert headrace(redis_url, "priority", "two", "-7").stdout == f"{second}: priority -7\n"
+    assert as_json(headrace(redis_url, "inspect", "two", "--json"))["queue_position"] == 0
+    assert "before it" in headrace(redis_url, "inspect", "one").stdout
+    take(bus, slot, second, 1)
+    assert headrace(redis_url, "priority", "two", "3").stdout == f"{second}: an engine has taken it, it was not moved\n"
+    assert as_json(headrace(redis_url, "priority", "one", "3", "--json")) == [{"id": first, "moved": True}]
+
+
 def test_an_unknown_id_is_one_line(redis_url: str, slot: ClaimedSlot) -> None:
     for command in (("inspect", "nobody"), ("abort", "nobody")):
         assert "there is no request `nobody`" in str(headrace(redis_url, *command).exception)
