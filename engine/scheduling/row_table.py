@@ -66,8 +66,9 @@ class RowTable:
 
     @property
     def num_without_blocks(self) -> int:
-        """Tokens of running requests that are known and have no KV blocks yet. Changes nothing: another thread may ask."""
-        return int(np.maximum(self.num_tokens - self.capacity, 0)[self._is_running].sum())
+        """Tokens of running requests that are known and have no KV blocks yet. Another thread may ask."""
+        # A product, not a selection by mask: numpy counts a mask before it copies, and this one may change in between.
+        return int((np.maximum(self.num_tokens - self.capacity, 0) * self._is_running).sum())
 
     @property
     def running(self) -> Rows:
