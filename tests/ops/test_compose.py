@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,16 +145,19 @@ def test_a_role_may_not_do_the_work_of_another(guarded: dict[str, str], user: st
 
 def test_every_service_restarts_and_is_watched() -> None:
     services = yaml.safe_load((REPOSITORY / "compose.yaml").read_text())["services"]
-    assert set(services) == {"redis", "api", "engine", "engine-gpu", "maintenance"}
+    assert set(services) == {"redis", "proxy", "api", "engine", "engine-gpu", "maintenance"}
     for name, service in services.items():
         assert service["restart"] == "unless-stopped" and "healthcheck" in service, name
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
-    assert published == {"api": ["${HEADRACE_PUBLISH:-127.0.0.1:8000}:8000"]}, "Redis is not published, the API on loopback alone"
+    assert published == {"proxy": ["${HEADRACE_PUBLISH:-127.0.0.1:8000}:8000"]}, "Redis is not published, the API on loopback alone"
+
+
+PROJECT = {"COMPOSE_PROJECT_NAME": "headrace-test", "HEADRACE_PUBLISH": "127.0.0.1:0"}  # any free port
 
 
 def compose(*arguments: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    command = ["docker", "compose", "--project-directory", str(REPOSITORY), "-p", "headrace-test", *arguments]
-    environment = {**os.environ, "HEADRACE_PUBLISH": "127.0.0.1:0"}  # any free port
+    command = ["docker", "compose", "--project-directory", str(REPOSITORY), *arguments]
+    environment = {**os.environ, **PROJECT}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
@@ -163,8 +167,9 @@ def compose(*arguments: str, timeout: float = 600) -> subprocess.CompletedProces
 def test_the_stack_starts_chats_and_stops() -> None:
     try:
         compose("up", "--build", "--wait", "--detach", timeout=3000)
-        with httpx.Client(base_url="http://" + compose("port", "api", "8000").stdout.strip(), timeout=120) as client:
+        with httpx.Client(base_url="http://" + compose("port", "proxy", "8000").stdout.strip(), timeout=120) as client:
             chat_and_lose_the_engine(client)
+            replace_everything_under_load(client)
     except BaseException:
         print(compose("logs").stdout)
         raise
@@ -196,6 +201,33 @@ def chat_and_lose_the_engine(client: httpx.Client) -> None:
     assert pause < 60, "its heartbeat is missed for 5 seconds, and Docker starts another engine"
     (heir,) = json.loads(compose("exec", "api", "headrace", "engines", "--json").stdout)
     assert heir["incarnation"] > engine["incarnation"]
+
+
+def replace_everything_under_load(client: httpx.Client) -> None:
+    """No request fails, though engine and API servers are replaced."""
+    body = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0, "ignore_eos": True}
+    answers: list[str] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            answers.append(client.post("/v1/completions", json=body).text)
+
+    before = compose("ps", "--quiet", "api", "engine").stdout.split()
+    clients = [threading.Thread(target=ask) for _ in range(4)]
+    for each in clients:
+        each.start()
+    try:
+        environment = {**os.environ, **PROJECT}
+        subprocess.run(["sh", "ops/docker/rolling.sh"], cwd=REPOSITORY, env=environment, check=True, timeout=600)
+    finally:
+        over.set()
+        for each in clients:
+            each.join()
+    texts = {json.loads(answer)["choices"][0]["text"] if '"choices"' in answer else answer for answer in answers}
+    assert len(texts) == 1, texts
+    after = compose("ps", "--quiet", "api", "engine").stdout.split()
+    assert len(after) == len(before) and not set(after) & set(before)
 
 
 def follow(client: httpx.Client, body: dict[str, Any], strike: Callable[[], None] | None = None) -> tuple[str, float]:

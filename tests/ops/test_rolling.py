@@ -95,6 +95,21 @@ def test_a_rolling_restart_under_load_fails_no_request(server: Serving) -> None:
         assert len(after[role]) == 2 and not after[role] & before[role], role
 
 
+def test_the_only_engine_is_followed_by_one_that_has_started_beside_it(smollm2_gguf: Path, tmp_path: Path) -> None:
+    options = ("--load-format", "null", "--served-model-name", "null", "--data-parallel-size", "1")
+    with serving(str(smollm2_gguf), *options, data_dir=tmp_path, HEADRACE_NULL_RUNNER="step_seconds=0.02") as server:
+        before = pids(server)
+        load = Load(server)
+        with load.running():
+            assert len(headrace(server, "restart").splitlines()) == 3
+        assert len(set(load.answers)) == 1, f"{sorted(set(load.answers))}\n{server.log}"
+        after = pids(server)
+        assert not after["engine"] & before["engine"] and not after["api"] & before["api"]
+        ready, ended = (server.log.index(text) for text in ("engine is ready again", "are left to the next engine"))
+        assert ready < ended
+        assert server.stop() == 0
+
+
 @pytest.mark.parametrize("how", [(), ("--handover",)])
 def test_a_drained_engine_ends_in_order_and_fails_no_request(server: Serving, how: tuple[str, ...]) -> None:
     (first, _) = sorted(server.headrace("engines"), key=lambda engine: str(engine["slot"]))

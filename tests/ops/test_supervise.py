@@ -97,6 +97,28 @@ async def test_a_child_that_is_stopped_while_its_death_is_dealt_with_is_no_failu
         await child.run()
 
 
+async def test_a_successor_takes_over_when_it_is_ready_and_only_then(tmp_path: Path) -> None:
+    """The second process of the command is not able to start, the third is."""
+    counter = tmp_path / "starts"
+    lines = [f"path = {str(counter)!r}", "open(path, 'a').write('x')", "import sys", "if len(open(path).read()) == 2: sys.exit(3)"]
+    watched = Watched(command("server", *lines, READY, SLEEP))
+
+    async def bring_up(supervisor: Supervisor) -> None:
+        supervisor.start(watched.child)
+        await watched.child.ready.wait()
+        first = watched.child.pid
+        with pytest.raises(ChildFailed, match="server did not come up: exit status 3"):
+            await supervisor.replace(watched.child, signal.SIGUSR2, 5.0)
+        assert (supervisor.children, watched.child.pid) == ([watched.child], first)
+        await supervisor.replace(watched.child, signal.SIGUSR2, 5.0)
+        (successor,) = supervisor.children
+        assert successor.pid is not None and watched.child.pid is None
+        assert [ended.pid for ended in watched.exits] == [first]
+        assert watched.exits[0].status == -signal.SIGUSR2
+
+    assert await run_until_signal(bring_up, signal.SIGTERM) == 0
+
+
 ALIVE = READY.replace("ready", "alive")
 
 
