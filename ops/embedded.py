@@ -20,11 +20,11 @@ from pathlib import Path
 import psutil
 
 from gpu.machine import total_memory
+from ops.child import Command
 from ops.errors import CommandError
 from ops.folders import data_folder
 from ops.probe import ping
 from ops.redis_url import parse_redis_url
-from ops.supervise import Command
 
 LEFTOVER_SECONDS = 5.0  # for what a killed supervisor left behind to die
 READY_POLL_SECONDS = 0.02

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import ServeConfig
 from gpu.machine import available_memory, own_memory
+from ops.child import Child, ChildFailed, Command, Exit, numbered, role
 from ops.progress import Slowest
 from ops.replicas import Replicas
 from ops.settings import role_environment
-from ops.supervise import Child, ChildFailed, Command, Exit, Supervisor, numbered, role
+from ops.supervise import Supervisor
 
 if TYPE_CHECKING:
     from engine.protocol import EngineInfo

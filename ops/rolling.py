@@ -7,8 +7,9 @@ import logging
 import signal
 from collections.abc import Callable, Sequence
 
+from ops.child import Child
 from ops.errors import CommandError
-from ops.supervise import Child, Supervisor
+from ops.supervise import Supervisor
 
 log = logging.getLogger(__name__)
 

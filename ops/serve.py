@@ -22,6 +22,7 @@ from typing import Any
 
 from ops import control_socket, listen
 from ops.announce import show_configuration, show_derived, show_ready
+from ops.child import Child, Command, Exit, numbered, role
 from ops.embedded import DataDirectory, EmbeddedValkey
 from ops.engines import Engines
 from ops.errors import CommandError
@@ -33,7 +34,7 @@ from ops.redis_url import parse_redis_url
 from ops.replicas import Replicas
 from ops.rolling import Rolling
 from ops.settings import Resolved, role_environment
-from ops.supervise import Child, Command, Exit, Supervisor, numbered, role
+from ops.supervise import Supervisor
 
 log = logging.getLogger(__name__)
 

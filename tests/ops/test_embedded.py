@@ -16,9 +16,9 @@ import pytest
 import redis.asyncio
 import redis.exceptions
 
+from ops.child import Child
 from ops.embedded import DataDirectory, EmbeddedValkey, find_running, redis_url
 from ops.errors import CommandError
-from ops.supervise import Child
 
 
 @asynccontextmanager

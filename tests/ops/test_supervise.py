@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from ops import supervise
-from ops.supervise import Child, ChildFailed, Command, Supervisor
+from ops import child as children
+from ops.child import Child, ChildFailed, Command
+from ops.supervise import Supervisor
 from tests.waiting import wait_for_async
 
 READY = "import os, sys; os.write(int(sys.argv[sys.argv.index('--progress-fd') + 1]), b'{\"phase\": \"ready\"}\\n')"
@@ -24,7 +25,7 @@ SLEEP = "import signal; signal.pause()"
 
 @pytest.fixture(autouse=True)
 def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(children, "FIRST_DELAY", 0.01)
 
 
 def python(*lines: str) -> list[str]:
@@ -41,10 +42,10 @@ class Watched:
     def __init__(self, command: Command, on_exit: Callable[..., Any] | None = None) -> None:
         self.lines: list[str] = []
         self.reports: list[dict[str, Any]] = []
-        self.exits: list[supervise.Exit] = []
+        self.exits: list[children.Exit] = []
         self.child = Child(command, on_line=self.lines.append, on_progress=self.reports.append, on_exit=self._exited)
 
-    async def _exited(self, ended: supervise.Exit) -> None:
+    async def _exited(self, ended: children.Exit) -> None:
         self.exits.append(ended)
 
 
@@ -89,7 +90,7 @@ async def test_a_child_is_started_again_and_its_death_reported(tmp_path: Path) -
 
 
 async def test_a_child_that_is_stopped_while_its_death_is_dealt_with_is_no_failure() -> None:
-    async def stop_it(ended: supervise.Exit) -> None:
+    async def stop_it(ended: children.Exit) -> None:
         await child.stop()
 
     child = Child(command("hopeless", f"import sys; sys.exit({os.EX_CONFIG})"), on_line=print, on_exit=stop_it)
@@ -275,7 +276,7 @@ async def test_a_child_that_is_not_essential_does_not_end_the_supervisor() -> No
 
     async def bring_up(supervisor: Supervisor) -> None:
         supervisor.start(extra.child)
-        await wait_for_async(lambda: len(extra.exits) > supervise.START_ATTEMPTS, "more attempts than others have")
+        await wait_for_async(lambda: len(extra.exits) > children.START_ATTEMPTS, "more attempts than others have")
 
     assert await run_until_signal(bring_up, signal.SIGTERM) == 0
 
@@ -351,7 +352,7 @@ async def test_a_line_without_end_is_cut() -> None:
 
     await run_until_signal(bring_up, signal.SIGTERM)
     assert sum(map(len, watched.lines)) == 1000000
-    assert max(map(len, watched.lines)) <= 2 * supervise.LONGEST_LINE
+    assert max(map(len, watched.lines)) <= 2 * children.LONGEST_LINE
 
 
 def gone(pid: int) -> None:
@@ -366,7 +367,8 @@ def gone(pid: int) -> None:
 
 SUPERVISED = f"""
 import asyncio, os, sys
-from ops.supervise import Child, Command, Supervisor
+from ops.child import Child, Command
+from ops.supervise import Supervisor
 async def bring_up(supervisor):
     command = Command("child", [sys.executable, "-S", "-c", {(READY + chr(10) + SLEEP)!r}], dict(os.environ))
     child = Child(command, on_line=print, on_progress=print)
