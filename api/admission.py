@@ -30,7 +30,10 @@ class Admission:
         return self._weights.get(tenant, 1.0)
 
     def limits(self, client: AsyncClient, model: str) -> AdmissionLimits:
-        return limits_by_pace(self._limits, engines_of(client, model), self._max_queue_seconds)
+        engines = engines_of(client, model)
+        if not engines and (handle := client.directory.models.get(model)) is not None:
+            engines = handle.engines  # the last one: its requests, and new ones, wait for the next
+        return limits_by_pace(self._limits, engines, self._max_queue_seconds)
 
     def check(self, client: AsyncClient, model: str, tenant: str) -> None:
         """Raises Refused where the queue is full by the last numbers, or refused this tenant since."""

@@ -38,8 +38,9 @@ def estimated_wait(num_before: int, engines: Sequence[EngineInfo]) -> float | No
 
 
 def limits_by_pace(limits: AdmissionLimits, engines: Sequence[EngineInfo], max_queue_seconds: float) -> AdmissionLimits:
-    """`limits` with the number of choices that may wait, so that the last one waits for `max_queue_seconds` (0: for ever)."""
-    if not max_queue_seconds:
+    """`limits` with the number of choices that may wait, so that the last one waits for `max_queue_seconds` (0: for ever). Without
+    an engine no pace is known."""
+    if not max_queue_seconds or not engines:
         return limits
     seats = sum(engine.max_num_seqs for engine in engines)
     rate = service_rate(engines)

@@ -97,6 +97,7 @@ def test_what_may_wait_follows_the_pace() -> None:
     assert limits_by_pace(limits, [engine(0.01)], 180).max_num_waiting == 8, "as many as run"
     assert limits_by_pace(limits, [engine(0.0)], 180).max_num_waiting == 64, "the pace is not known yet"
     assert limits_by_pace(limits, [engine(0.5)], 0).max_num_waiting is None
+    assert limits_by_pace(limits, [], 180).max_num_waiting is None, "no engine lives: the next one is waited for"
 
 
 def test_a_refusal_says_when_to_come_again() -> None:

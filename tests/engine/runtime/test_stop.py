@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from engine.bus import leases, transitions
 from engine.bus.call import Fenced
 from engine.client.client import AsyncClient
 from engine.runtime.loop import IDLE_SECONDS
+from engine.runtime.stop_signals import StopSignals
 from tests.engine.conftest import MODEL, RunningEngine
 from tests.engine.runtime.null_requests import add, add_long, expected, make_request, settled
 from tests.waiting import wait_for_async
@@ -64,9 +66,9 @@ async def test_a_draining_engine_still_obeys_aborts(slow_engine: RunningEngine, 
     assert slow_engine.error is None
 
 
-async def test_the_second_stop_does_not_wait(slow_engine: RunningEngine, client: AsyncClient) -> None:
+async def test_of_two_stops_the_shorter_time_counts(slow_engine: RunningEngine, client: AsyncClient) -> None:
     stream = await add_long(client)
-    slow_engine.loop.stop(timeout=60)
+    slow_engine.loop.stop(timeout=0)
     slow_engine.loop.stop(timeout=60)
     slow_engine.join()
     record = await client.record(MODEL, stream.request_id)
@@ -108,3 +110,19 @@ async def test_requests_in_the_inbox_are_left_to_the_next_engine(
         tokens, _ = await stream.whole()
     assert tokens == [expected(request)]
     await settled(heir)
+
+
+def test_the_second_signal_leaves_no_time() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    told: list[float] = []
+    try:
+        signals = StopSignals(20.0)
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGTERM)  # while the model loads
+        signals.obey_with(told.append)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            signal.raise_signal(number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert told == [20.0, 0.0, 0.0]
