@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PORT ?= 8000
 MODEL ?= demo
 
-.PHONY: setup serve test lint types contracts check soak test-docker test-peers test-gpu wheel clean
+.PHONY: setup serve test lint types contracts check soak chaos test-docker test-peers test-gpu wheel clean
 
 setup: $(VENV)/.installed
 
@@ -38,6 +38,13 @@ check: lint types contracts test
 
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600
+
+# SEED chooses the requests, the faults and their order
+SEED ?= 0
+MINUTES ?= 10
+
+chaos: setup
+	$(BIN)/python -m benchmarks.chaos --minutes $(MINUTES) --seed $(SEED)
 
 test-docker: setup
 	$(BIN)/python -m pytest -m docker --timeout 3600

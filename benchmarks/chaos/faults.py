@@ -20,8 +20,8 @@ STOPPED_SECONDS = (0.5, 3.0, 8.0)  # an engine stands still: shorter and longer 
 PAUSE_SECONDS = (0.5, 2.5, 10.0)  # Redis stands still
 API_STOPPED_SECONDS = (0.5, 2.0)
 # An API server that dies just when Redis forgets may take a request with it that nobody else knows: these keep their distance
-FORGETFUL = frozenset({"redis-rollback", "redis-wipe"})
-API_DEATHS = frozenset({"kill-api", "at-taking-over"})
+FORGETFUL = frozenset({"redis-rollback", "redis-wipe", "at-checkpointed"})
+API_DEATHS = frozenset({"kill-api", "drain-api", "at-taking-over"})
 DISTANCE_SECONDS = 8.0
 
 
@@ -93,6 +93,12 @@ async def _drain_engine(cluster: Cluster, chance: random.Random) -> str:
     return role.name
 
 
+async def _drain_api(cluster: Cluster, chance: random.Random) -> str:
+    role = chance.choice(cluster.api_servers)
+    role.send(signal.SIGTERM)
+    return role.name
+
+
 async def _cut_normal(cluster: Cluster, chance: random.Random) -> str:
     return f"{await cluster.redis.cut_connections('normal')} connections"
 
@@ -136,15 +142,49 @@ def _at_point(point: FaultPoint) -> Inject:
     return inject
 
 
-async def _die_taking_over(cluster: Cluster, chance: random.Random) -> str:
+async def _at_taking_over(cluster: Cluster, chance: random.Random) -> str:
     """Kill an engine, and the API server that takes over from it."""
-    engine = chance.choice(cluster.engines)
-    observers = [asyncio.create_task(role.dies_at("taking-over", 1)) for role in cluster.api_servers]
-    await asyncio.sleep(0.1)
-    _kill(engine)
-    died = await asyncio.gather(*observers)
-    names = [role.name for role, is_dead in zip(cluster.api_servers, died, strict=True) if is_dead]
-    return f"{engine.name}, observed by {', '.join(names) or 'none of them'}"
+    dead = chance.choice(cluster.engines)
+
+    async def kill() -> str:
+        return _kill(dead)
+
+    return await _first_at("taking-over", cluster.api_servers, kill)
+
+
+async def _at_folded(cluster: Cluster, chance: random.Random) -> str:
+    """Kill an engine, and the one that goes on with its requests."""
+    dead = chance.choice(cluster.engines)
+
+    async def kill() -> str:
+        return _kill(dead)
+
+    return await _first_at("folded", cluster.engines, kill)
+
+
+async def _at_checkpointed(cluster: Cluster, chance: random.Random) -> str:
+    """Roll Redis back, after which engines store all outputs, and kill the first that has done so."""
+
+    async def roll_back() -> str:
+        return await _roll_back_redis(cluster, chance)
+
+    return await _first_at("checkpointed", cluster.engines, roll_back)
+
+
+async def _first_at(point: FaultPoint, roles: Sequence[Role], provoke: Callable[[], Awaitable[str]]) -> str:
+    """The first of the processes that reaches the point after the provocation dies there."""
+    waits = {asyncio.create_task(role.dies_at(point, 1)): role for role in roles}
+    await asyncio.sleep(0.1)  # the orders are written
+    provoked = await provoke()
+    pending = set(waits)
+    died: list[str] = []
+    while pending and not died:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        died = [waits[task].name for task in done if task.result()]
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    return f"{provoked}, then {', '.join(died) or 'not reached'}"
 
 
 FAULTS: dict[str, Inject] = {
@@ -155,6 +195,7 @@ FAULTS: dict[str, Inject] = {
     "stop-engine": _stop_engine,
     "stop-api": _stop_api,
     "drain-engine": _drain_engine,
+    "drain-api": _drain_api,
     "cut-normal": _cut_normal,
     "cut-pubsub": _cut_pubsub,
     "redis-pause": _pause_redis,
@@ -163,7 +204,9 @@ FAULTS: dict[str, Inject] = {
     "redis-rollback": _roll_back_redis,
     "redis-wipe": _wipe_redis,
     **{f"at-{point}": _at_point(point) for point in FAULT_POINTS},
-    "at-taking-over": _die_taking_over,
+    "at-taking-over": _at_taking_over,
+    "at-folded": _at_folded,
+    "at-checkpointed": _at_checkpointed,
 }
 
 
