@@ -154,6 +154,8 @@ class Cluster:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HEADRACE_NULL_RUNNER": "step_seconds=0.02"}
         environment[ENVIRONMENT_VARIABLE] = str(self.options.folder / f"{name}.fault")
         command = [*arguments, "--redis-url", self.redis.url, "--log-format", "text"]
+        if name != "maintenance":
+            command += ["--shutdown-timeout", "60"]  # a drain ends when all answers are whole
         return Role(name, command, environment, self.options.folder / f"{name}.log")
 
     async def start(self) -> None:

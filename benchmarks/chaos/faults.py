@@ -22,6 +22,14 @@ API_STOPPED_SECONDS = (0.5, 2.0)
 # An API server that dies just when Redis forgets may take a request with it that nobody else knows: these keep their distance
 FORGETFUL = frozenset({"redis-rollback", "redis-wipe", "at-checkpointed"})
 API_DEATHS = frozenset({"kill-api", "drain-api", "at-taking-over"})
+# Three deaths without 64 tokens between them end a request with an error, as they should: it may be why the engines die
+ENGINE_DEATHS = frozenset(
+    {
+        "kill-engine", "kill-worker", "stop-engine",
+        *(f"at-{point}" for point in FAULT_POINTS),
+    }
+)  # fmt: skip
+APART = ((FORGETFUL, API_DEATHS), (ENGINE_DEATHS, ENGINE_DEATHS))
 DISTANCE_SECONDS = 8.0
 
 
@@ -154,12 +162,12 @@ async def _at_taking_over(cluster: Cluster, chance: random.Random) -> str:
 
 async def _at_folded(cluster: Cluster, chance: random.Random) -> str:
     """Kill an engine, and the one that goes on with its requests."""
-    dead = chance.choice(cluster.engines)
+    dead, *others = chance.sample(cluster.engines, len(cluster.engines))
 
     async def kill() -> str:
         return _kill(dead)
 
-    return await _first_at("folded", cluster.engines, kill)
+    return await _first_at("folded", others or [dead], kill)
 
 
 async def _at_checkpointed(cluster: Cluster, chance: random.Random) -> str:
@@ -236,6 +244,6 @@ class Injector:
             tell(f"{kind} {detail}")
 
     async def _keep_distance(self, kind: str, last: dict[str, float]) -> None:
-        others = API_DEATHS if kind in FORGETFUL else FORGETFUL if kind in API_DEATHS else frozenset()
+        others = {other for one, two in APART for here, there in ((one, two), (two, one)) if kind in here for other in there}
         since = max((last.get(other, 0.0) for other in others), default=0.0)
         await asyncio.sleep(max(0.0, since + DISTANCE_SECONDS - time.monotonic()))
