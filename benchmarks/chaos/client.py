@@ -168,11 +168,12 @@ class _Conversation:
             if response.status_code != 200:
                 self._check(response.status_code, response.headers, await response.aread())
             self._outcome.request_id = response.headers.get("x-headrace-request-id", self._outcome.request_id)
-            async for event in self._events(response):
-                if event == "[DONE]":
+            async for event_id, data in _events(response):
+                if data == "[DONE]":
                     self._outcome.is_whole = True
                     return
-                self._take(json.loads(event))
+                self._take(json.loads(data))
+                self._event_id = event_id
                 if self._cuts_left and self._num_events >= self._item.cut:
                     self._cuts_left -= 1
                     if self._item.behaviour == "abort":
@@ -192,16 +193,6 @@ class _Conversation:
         body = {**case.body, **WANTED, "stream": True, "stream_options": {"include_usage": True}}
         body["resumable"] = self._item.behaviour != "abort"
         return server.stream("POST", case.path, json=body, headers={"Idempotency-Key": self.key})
-
-    async def _events(self, response: httpx.Response) -> AsyncIterator[str]:
-        """The data of each event. Its id counts once its data was taken."""
-        event_id = ""
-        async for line in response.aiter_lines():
-            if line.startswith("id:"):
-                event_id = line[3:].strip()
-            elif line.startswith("data:"):
-                yield line[5:].strip()
-                self._event_id = event_id
 
     def _take(self, chunk: dict[str, Any]) -> None:
         if "error" in chunk:
@@ -223,3 +214,13 @@ class _Conversation:
             raise Broken(f"{status}: {content[:200].decode(errors='replace')}")
         if status != 200:
             raise Failed(f"{status}: {content[:500].decode(errors='replace')}")
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[tuple[str, str]]:
+    """Id and data of each event; an event without an id has its predecessor's."""
+    event_id = ""
+    async for line in response.aiter_lines():
+        if line.startswith("id:"):
+            event_id = line[3:].strip()
+        elif line.startswith("data:"):
+            yield event_id, line[5:].strip()

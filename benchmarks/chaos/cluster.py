@@ -48,7 +48,7 @@ class Role:
             await self._start()
             assert self.process is not None
             code = await self.process.wait()
-            if code != -signal.SIGKILL and time.monotonic() - self.touched > EXPLAINED_SECONDS:
+            if code not in (-signal.SIGKILL, os.EX_TEMPFAIL) and time.monotonic() - self.touched > EXPLAINED_SECONDS:
                 self.own_ends.append(f"{self.name} (process {self.process.pid}) ended by itself with {code}")
                 await asyncio.sleep(0.5)
 
