@@ -66,6 +66,7 @@ class Outcome:
     started: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     pauses: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each, the wait for the first token included
+    restarts: int = 0  # a stream could not go on, and was asked for again under its key
     history: list[str] = field(default_factory=list)  # what happened on the way, for the report
 
     def note(self, what: str) -> None:
@@ -165,6 +166,10 @@ class _Conversation:
 
     async def _stream(self, server: httpx.AsyncClient) -> None:
         async with self._open_stream(server) as response:
+            if response.status_code == 404 and self._event_id:
+                self._event_id = ""
+                self._outcome.restarts += 1
+                raise Broken("the server does not know the request now")
             if response.status_code != 200:
                 self._check(response.status_code, response.headers, await response.aread())
             self._outcome.request_id = response.headers.get("x-headrace-request-id", self._outcome.request_id)

@@ -111,6 +111,7 @@ class Repairs:
         except BusUnavailable as error:
             logger.warning("%d streams cannot be repaired now: %s", len(page), error)
             for stream in page:
+                stream.missed_since = None  # nobody can put a request back while Redis is away
                 self._asked.pop(stream.handle, None)
                 self._due[stream.handle] = None
             await asyncio.sleep(LOOK_SECONDS)  # Redis gives no sign of its return
@@ -124,12 +125,13 @@ class Repairs:
         places = await self._whereabouts(page)
         await self._note_queued(page, places)
         for stream, place, enqueued in zip(page, places, was_enqueued, strict=True):
+            if place is not None:
+                stream.missed_since = None
             if place is not None and place.state == "running":
                 lacks[stream.model, place.engine, place.incarnation].append(stream.lack())
                 continue
             self._asked.pop(stream.handle, None)
             if place is not None:
-                stream.missed_since = None
                 await self._take_end(stream, place)
             elif enqueued:
                 await self._rebuild_if_missed(stream)
