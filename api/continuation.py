@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from api.app_state import Service, service_of
-from api.errors import ApiError, NotFound
+from api.errors import RETRY_AFTER, ApiError, NotFound, ServiceUnavailable
 from api.http.headers import header
 from api.http.request_ids import answer_headers, sibling_ids
 from api.http.response_writer import response_writer
@@ -22,6 +22,7 @@ from api.response.chat_format import ChatFormat
 from api.response.chunk_format import AnswerFormat
 from api.response.completion_format import CompletionFormat
 from api.response.generation import Generation
+from api.response.output_processor import ChoiceOutput
 from api.response.sse import EventSink, EventStream
 from api.response.stream_position import StreamPosition
 from engine.bus import records
@@ -122,10 +123,20 @@ async def continued_stream(request: Request, recalled: Recalled, starting_after:
     )
 
 
+class FollowedAnswer(WholeAnswer):
+    """Whole where the request was: a retry with the key of an aborted one runs again."""
+
+    async def choices(self) -> list[ChoiceOutput]:
+        choices = await super().choices()
+        if any(choice.finish_reason is FinishReason.ABORT for choice in choices):
+            raise ServiceUnavailable("The request with this Idempotency-Key was aborted. Try again.", headers=RETRY_AFTER)
+        return choices
+
+
 async def followed_answer(request: Request, recalled: Recalled) -> Response:
-    """The whole answer, once the request has ended; the stream that listens to it is left alone."""
+    """The whole answer, once the request has ended; the stream that listens to it is left alone. Raises ServiceUnavailable."""
     service, generation = service_of(request), recalled.generation
-    whole = generation.sink = WholeAnswer(generation.task.num_choices)
+    whole = generation.sink = FollowedAnswer(generation.task.num_choices)
     generation.begin(service.client.follow(recalled.model, recalled.requests, generation.runs))
     writer = response_writer(request.scope)
     return await whole_response(

@@ -41,7 +41,7 @@ class Report:
             f"requests   {len(self.judged)}: {_listed(behaviours)}",
             f"faults     {len(self.faults)}",
             *(f"{kind:<10} {counts[kind]}" for kind in FAILURES),
-            f"restarted  {sum(outcome.restarts for outcome, _ in self.judged)} (streams asked for again, because Redis had just forgotten them)",
+            f"restarted  {sum(outcome.restarts for outcome, _ in self.judged)} (streams that Redis had just forgotten)",
             f"excused    {counts['excused']} (the calm run's best two candidates were closer than 1e-3)",
             *(f"{'leaked ' + kind:<17} {len(leaked)}" for kind, leaked in self.leaks.items()),
             f"own ends   {len(self.own_ends)} (processes that ended although no fault touched them)",

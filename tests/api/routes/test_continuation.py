@@ -14,7 +14,7 @@ import pytest
 
 from tests.api.conftest import KEYS, NULL_ENGINE
 from tests.api.live_server import LiveServer
-from tests.api.request_states import until_state
+from tests.api.request_states import until_loaded, until_state
 from tests.api.resuming import broken_streams, continued, events_of, merged, streamed
 
 ALICE = {"Authorization": f"Bearer {KEYS['alice']}"}
@@ -193,6 +193,21 @@ async def test_a_retry_finds_the_request_whose_client_gave_up(pair: Pair) -> Non
         assert answer.json()["usage"]["completion_tokens"] == 200
         listed = (await there.get("/v1/requests", params={"state": "all"})).json()["data"]
         assert len([each for each in listed if each["max_tokens"] == 200]) == 1
+
+
+async def test_a_retry_does_not_get_the_beginning_of_an_aborted_answer(pair: Pair) -> None:
+    body, headers = {**TEXT, "max_tokens": 190, "request_id": "fish-4"}, {"Idempotency-Key": "fish-4"}
+    async with pair.client(0) as here, pair.client(1) as there:
+        first = asyncio.create_task(here.post(COMPLETIONS, json=body, headers=headers))
+        await until_state(here, "fish-4", "running")
+        retry = asyncio.create_task(there.post(COMPLETIONS, json=body, headers=headers))
+        await until_loaded(there)
+        assert (await here.post("/v1/requests/fish-4/cancel")).status_code == 200
+        assert (await first).json()["choices"][0]["finish_reason"] == "abort"
+        refused = await retry
+        assert refused.status_code == 503 and refused.headers["Retry-After"]
+        again = await there.post(COMPLETIONS, json=body, headers=headers)
+        assert again.json()["usage"]["completion_tokens"] == 190
 
 
 async def test_a_stopping_server_hands_its_resumable_streams_on(pair: Pair) -> None:
