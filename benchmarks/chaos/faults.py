@@ -29,9 +29,7 @@ ENGINE_DEATHS = frozenset(
         *(f"at-{point}" for point in FAULT_POINTS),
     }
 )  # fmt: skip
-# A wipe leaves a request to those that hold it. If its engine has just died and its stream was taken up elsewhere, nobody does
-WIPES = frozenset({"redis-wipe"})
-APART = ((FORGETFUL, API_DEATHS), (ENGINE_DEATHS, ENGINE_DEATHS), (WIPES, ENGINE_DEATHS))
+APART = ((FORGETFUL, API_DEATHS), (ENGINE_DEATHS, ENGINE_DEATHS))
 DISTANCE_SECONDS = 8.0
 
 
