@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -13,11 +14,15 @@ import pytest
 from engine.bus.connection import Bus
 from engine.config import SchedulerConfig
 from engine.protocol import EngineCoreOutputs, decode_client_message, decode_column
+from engine.runtime.owned_requests import OwnedRequests
 from engine.runtime.publisher import Publisher, StepEvents
+from engine.runtime.reconciliation import Reconciler
+from engine.runtime.slot_owner import SlotOwner
 from engine.scheduling.scheduler import Scheduler
 from gpu.config import ModelConfig, ParallelConfig, WorkerConfig
 from gpu.executor import Executor
 from gpu.plan import SchedulerOutput, encode
+from tests.engine.bus.ledger_world import engine_info
 from tests.engine.scheduling.harness import make_request
 
 BLOCK_SIZE = 16
@@ -51,7 +56,8 @@ class Decodes:
         self.executor = Executor.make(WorkerConfig(ModelConfig(load_format="null"), parallel=parallel, **limits))
         self.executor.start()
         self.executor.allocate_kv(num_blocks, 8 * BLOCK_SIZE)
-        self.publisher = Publisher(Bus("redis://nowhere"), "model", "0", 1, ["a", "b"], lambda error: None)
+        owner, owned = SlotOwner(Bus("redis://nowhere"), engine_info("model")), OwnedRequests()
+        self.publisher = Publisher(owner, owned, Reconciler(owner, owned, queue.SimpleQueue()), ["a", "b"], lambda error: None)
         for index in range(size):
             prompt = range(1000 * index, 1000 * index + 20)
             self.scheduler.add_request(
@@ -65,8 +71,8 @@ class Decodes:
         self.executor.submit(plan)
         output = self.executor.collect()
         outputs, updating = counted(lambda: self.scheduler.update_from_output(plan, output, 0.0))
-        call, telling = counted(lambda: self.publisher.call_for(StepEvents(outputs)))
-        clients, payloads = call.arguments[9::2], call.arguments[10::2]
+        (call, _, _), telling = counted(lambda: self.publisher.call_for(StepEvents(outputs)))
+        clients, payloads = call.arguments[10::2], call.arguments[11::2]
         return plan, [planning, encoding, updating, telling], dict(zip(clients, payloads, strict=True))  # type: ignore[arg-type]
 
 
