@@ -120,7 +120,8 @@ def externals(model: str) -> str:
 
 def fair(model: str) -> str:
     """Hash of fair queueing, in tokens of virtual time: `clock`; of each tenant `finish:<tenant>` (where its next request begins),
-    `last:<tenant>` (where its last one began), `mean:<tenant>` (tokens of an output of late)."""
+    `last:<tenant>` (where its last one began), `mean:<tenant>` (tokens of an output of late), `weight:<tenant>`;
+    `newest` (the tenant that sent a request last) and `changed` (epoch seconds at which that last became another one)."""
     return _of(model, "fair")
 
 

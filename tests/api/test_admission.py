@@ -124,3 +124,22 @@ async def test_an_answer_says_where_its_request_stood(http: httpx.AsyncClient) -
             assert record["queue_position"] >= 1
             async with asyncio.timeout(10):
                 assert (await anext(answer.aiter_lines())).startswith(": queue position ")
+
+
+async def test_a_flood_is_answered_or_refused_and_another_tenant_gets_through(http: httpx.AsyncClient) -> None:
+    """`python -m benchmarks.overload` measures it for longer."""
+    stop = asyncio.Event()
+
+    async def flood() -> list[int]:
+        statuses = []
+        while not stop.is_set():
+            statuses.append((await post(http, ALICE, max_tokens=8)).status_code)
+        return statuses
+
+    floods = [asyncio.create_task(flood()) for _ in range(30)]
+    async with asyncio.timeout(30):
+        calm = [(await post(http, BOB, max_tokens=8)).status_code for _ in range(6)]
+        stop.set()
+        statuses = {status for each in await asyncio.gather(*floods) for status in each}
+    assert calm == [200] * 6
+    assert 200 in statuses and statuses & {429, 503} and statuses <= {200, 429, 503}

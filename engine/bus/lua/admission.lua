@@ -98,6 +98,14 @@ local function expected_tokens(request, mean)
   return math.floor(tonumber(request.prompt_tokens) + tonumber(request.n) * output)
 end
 
+-- When a request last came of another tenant than the one before: take keeps places while several tenants send requests.
+local function note_tenant(tenant)
+  local before = redis.call('HGET', FAIR, 'newest')
+  if before == tenant then return end
+  redis.call('HSET', FAIR, 'newest', tenant)
+  if before then redis.call('HSET', FAIR, 'changed', NOW) end
+end
+
 -- Each request begins where its tenant's last one ends, but no earlier than the clock; nor than one of the tenant's that waits, so that
 -- a tenant's requests stay in the order of their arrival whatever was given back for those that ended.
 local function charge(requests)
@@ -126,6 +134,7 @@ local function charge(requests)
     its.finish = its.last + math.floor(charged / weight)
     request.start, request.charged = string.format('%.0f', its.last), string.format('%.0f', charged)
   end
+  note_tenant(requests[1].tenant)
   for tenant, its in pairs(tenants) do
     redis.call('HSET', FAIR, 'finish:' .. tenant, string.format('%.0f', its.finish), 'last:' .. tenant, string.format('%.0f', its.last),
       'weight:' .. tenant, its.weight)

@@ -193,17 +193,47 @@ local function is_mine(request, share)
   return not fits_another(request) and may_stand_in_line()
 end
 
+local SEATS_A_PLACE = 8 -- of how many seats one is kept
+local LATELY = 60 -- seconds
+local MOST_PASSED = 16 -- requests that others may pass: that tenant's requests begin near the clock, and so near the head
+
+-- Places that the caller keeps from a tenant, so that a tenant with little in flight need not wait for the end of another's request:
+-- one of eight seats, as far as tenants other than this one do not have as many. The tenant has no line at the caller then: it would
+-- fill such a place. nil: none are kept, or it is the one with little in flight, or one tenant alone sent requests lately.
+local function places_kept_from(tenant)
+  local changed = redis.call('HGET', FAIR, 'changed')
+  if not changed or tonumber(NOW) - tonumber(changed) > LATELY then return nil end
+  local kept = math.floor((me.height + me.places) / SEATS_A_PLACE)
+  local sums = redis.call('HMGET', LOAD, 'requests', 'waiting', 'requests:' .. tenant, 'waiting:' .. tenant)
+  for i = 1, 4 do sums[i] = tonumber(sums[i] or 0) end
+  local own = sums[3] - sums[4]
+  if own < kept or kept == 0 then return nil end
+  local engines = 0
+  for _ in pairs(vessels) do engines = engines + 1 end
+  return math.max(0, kept - math.floor((sums[1] - sums[2] - own) / engines))
+end
+
+local function is_kept_from(tenant)
+  local kept = places_kept_from(tenant)
+  return kept and me.places <= kept
+end
+
 local function take_fresh()
   local sums = redis.call('HMGET', LOAD, 'waiting', 'orphans')
-  local waiting, share = tonumber(sums[1] or 0) - tonumber(sums[2] or 0), nil
-  for _, member in ipairs(redis.call('ZRANGE', ORDER, 0, budget - 1)) do
+  local waiting, share, passed = tonumber(sums[1] or 0) - tonumber(sums[2] or 0), nil, 0
+  for _, member in ipairs(redis.call('ZRANGE', ORDER, 0, budget + MOST_PASSED - 1)) do
     local request = look(ORDER, member)
     if request then
       share = share or math.min(budget, fair_share(waiting, request.tokens))
       if share <= 0 or not is_mine(request, share) then return end
-      take(request)
-      share = share - request.n
-      newest_start = math.max(newest_start, request.start)
+      if is_kept_from(request.tenant) then
+        passed = passed + 1
+        if passed > MOST_PASSED then return end
+      else
+        take(request)
+        share = share - request.n
+        newest_start = math.max(newest_start, request.start)
+      end
     end
   end
 end

@@ -126,3 +126,34 @@ def test_virtual_time_begins_again_while_nothing_waits(world: World) -> None:
     assert world.raw.zscore(keys.order(world.model), world.raw.zrange(keys.order(world.model), 0, 0)[0]) == 50
     assert world.take(engine) == ["a"]
     world.check_integrity()
+
+
+def test_a_place_is_kept_for_a_tenant_that_has_nothing_in_flight(world: World) -> None:
+    """Its requests need not wait for the end of another tenant's."""
+    engine = world.engine()
+    flood(world, "a", 10)
+    assert len(world.take(engine, 8)) == 8, "alone it may have all seats"
+    world.enqueue(world.request("b", tenant="b"))
+    world.end(engine, *engine.running[:2])
+    assert world.take(engine, 2 + 4, places=2) == ["b", "a008"]
+    assert world.take(engine, 4, places=0) == [], "a line would take the place of the next one of b"
+    world.end(engine, "a002")
+    assert world.take(engine, 1 + 4, places=1) == ["a009"], "b has its seat: the others are for all"
+    world.end(engine, "b")
+    world.enqueue(world.request("late", tenant="a"))
+    assert world.take(engine, 1 + 4, places=1) == [], "it is kept"
+    world.enqueue(world.request("b2", tenant="b"))
+    assert world.take(engine, 1 + 4, places=1)[0] == "b2"
+    world.check_integrity()
+
+
+def test_a_place_is_kept_only_while_several_tenants_send_requests(world: World) -> None:
+    engine = world.engine()
+    flood(world, "a", 2)
+    world.enqueue(world.request("b", tenant="b"))
+    world.raw.hset(keys.fair(world.model), "changed", "1.5")
+    flood(world, "c", 20)
+    world.raw.hset(keys.fair(world.model), "changed", "1.5")
+    assert len(world.take(engine, 8)) == 8
+    world.end(engine, *list(engine.running))
+    assert len(world.take(engine, 8)) == 8
