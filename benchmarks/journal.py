@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.overhead import MODEL, embedded_valkey, engine_config, prompt_tokens, role
-from engine.bus import keys, leases, transitions
+from engine.bus import failover, keys, leases
 from engine.bus.call import Call
 from engine.bus.connection import Bus
 from engine.bus.enqueue import AdmissionLimits, enqueue
-from engine.bus.transitions import Flushed
+from engine.bus.journals import Flushed
 from engine.protocol import PROTOCOL_VERSION, EngineCoreOutputs, EngineCoreRequest, decode_client_message, encode_column
 from engine.runtime.core import EngineCore
 from engine.runtime.owned_requests import OwnedRequests
@@ -69,7 +69,7 @@ def measure_flush(url: str, size: int) -> dict[bool, list[float]]:
                 bus.run(call if journaled else _unjournaled(call))
                 if len(outputs.handles) == size:
                     seconds[journaled].append(time.perf_counter() - started)
-            bus.run(transitions.takeover(MODEL, info.slot, info.incarnation, sure=True))
+            bus.run(failover.takeover(MODEL, info.slot, info.incarnation, sure=True))
         bus.run(leases.release_api(server))
     core.shutdown()
     return seconds

@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from engine.bus import leases, transitions
+from engine.bus import failover, leases
 from engine.bus.alarms import SILENT, count_alarm
 from engine.bus.connection import Bus
-from engine.bus.transitions import TakenOver
+from engine.bus.failover import TakenOver
 from engine.protocol import EngineInfo
 
 
@@ -32,7 +32,7 @@ def take_over_engine_of_process(redis_url: str, pid: int) -> TakenOver:
         if not found:
             return TakenOver(0, 0)
         (info,) = found
-        return bus.run(transitions.takeover(info.model, info.slot, info.incarnation, sure=True))
+        return bus.run(failover.takeover(info.model, info.slot, info.incarnation, sure=True))
 
 
 def count_silent_engine(redis_url: str, model: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache, wraps
 
-from engine.bus import leases, maintenance, transitions, usage
+from engine.bus import failover, leases, maintenance, transitions, usage
 from engine.bus.attachments import detach
 from engine.bus.call import BusUnavailable
 from engine.bus.clock import redis_time
@@ -67,7 +67,7 @@ def take_over_dead_engines(bus: Bus) -> int:
     taken = 0
     for model in bus.run(leases.models()):
         for dead in bus.run(leases.dead_engines(model)):
-            taken += sum(bus.run(transitions.takeover(model, dead.slot, dead.incarnation)))
+            taken += sum(bus.run(failover.takeover(model, dead.slot, dead.incarnation)))
     return taken
 
 

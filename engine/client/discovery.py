@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from engine.bus import leases, transitions
+from engine.bus import failover, leases
 from engine.bus.alarms import alarms as alarms_of
 from engine.bus.call import BusUnavailable, Trouble
 from engine.bus.connection import AsyncBus
@@ -115,9 +115,9 @@ class Directory:
         and end those for which none came within the failover time. Raises BusUnavailable."""
         for name in sorted(self.known_models):
             for dead in await self._bus.run(leases.dead_engines(name)):
-                left = await self._bus.run(transitions.takeover(name, dead.slot, dead.incarnation))
+                left = await self._bus.run(failover.takeover(name, dead.slot, dead.incarnation))
                 if left.orphaned or left.ended:
                     logger.error("engine %s of %s is dead: %d requests wait for the next engine, %d ended", dead.slot, name, *left)
-            ended = await self._bus.run(transitions.expire_orphans(name, self._failover_timeout))
+            ended = await self._bus.run(failover.expire_orphans(name, self._failover_timeout))
             if ended:
                 logger.error("%d requests of %s ended: no engine came to continue them", ended, name)

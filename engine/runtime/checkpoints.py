@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.bus.transitions import OutputPart
+from engine.bus.journals import OutputPart
 from engine.protocol import EngineCoreOutputs, encode
 from engine.runtime.folding import by_attachment
 from engine.runtime.owned_requests import OwnedRequest, OwnedRequests

@@ -13,7 +13,7 @@ import time
 
 import msgspec
 
-from engine.bus import transitions
+from engine.bus import failover
 from engine.bus.call import BusUnavailable, Fenced
 from engine.protocol import Abort, Attach, ControlCommand, ControlReply, FinishReason, Replay, Utility
 from engine.runtime.core import EngineCore
@@ -278,7 +278,7 @@ class EngineLoop:
         self.heartbeat.stop()
         owner = self.owner
         try:
-            left = owner.run(transitions.takeover(owner.model, owner.slot, owner.incarnation, sure=True, blame=blame))
+            left = owner.run(failover.takeover(owner.model, owner.slot, owner.incarnation, sure=True, blame=blame))
         except (BusUnavailable, Fenced) as error:
             logger.warning("the slot could not be given back, its heartbeat will be missed: %s", error)
         else:

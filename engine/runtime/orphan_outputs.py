@@ -7,9 +7,10 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from engine.bus import transitions
+from engine.bus import journals
 from engine.bus.call import Call
-from engine.bus.transitions import Orphan, OutputPart, StoredPart
+from engine.bus.journals import OutputPart, StoredPart
+from engine.bus.transitions import Orphan
 from engine.protocol import EngineCoreOutputs, EngineCoreRequest, decode_client_message, encode
 from engine.runtime.folding import FoldedOutput, by_attachment, fold
 from engine.runtime.slot_owner import SlotOwner
@@ -34,20 +35,20 @@ class OrphanOutputs:
     def fold(self, source: EngineCoreRequest, orphan: Orphan) -> FoldedOutput:
         """All output of the request, which this engine stores as its first part."""
         owner = self._owner
-        (parts,) = self._insist(transitions.read_checkpoints(owner.model, [source.request_id]))
+        (parts,) = self._insist(journals.read_checkpoints(owner.model, [source.request_id]))
         messages = _readable(parts)
         for name in orphan.journals:
             journal = self._journal(name)
             messages += [(each[0], journal[each]) for each in orphan.attachments if each in journal]
         folded = fold(source, messages, orphan.attachments, orphan.cached_tokens, orphan.times)
         part = OutputPart(source.request_id, encode(folded.as_message(source.handle)), "adopt")
-        self._insist(transitions.checkpoint(owner.model, owner.slot, owner.incarnation, [part]))
+        self._insist(journals.checkpoint(owner.model, owner.slot, owner.incarnation, [part]))
         return folded
 
     def _journal(self, name: str) -> dict[tuple[str, int], EngineCoreOutputs]:
         """A dead engine's journal, read once for all of its requests that come with one take."""
         if name not in self._journals:
-            parts = _readable(self._insist(transitions.read_journal(self._owner.model, name)))
+            parts = _readable(self._insist(journals.read_journal(self._owner.model, name)))
             self._journals[name] = by_attachment((client, message) for client, message in parts if client is not None)
         return self._journals[name]
 

@@ -19,9 +19,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from engine.bus import keys, transitions
+from engine.bus import journals, keys
 from engine.bus.call import BusUnavailable, Call
-from engine.bus.transitions import GAP, EndedRequest, Flushed, OutputPart
+from engine.bus.journals import GAP, EndedRequest, Flushed, OutputPart
 from engine.fault_points import reach
 from engine.protocol import ControlReply, EngineCoreOutputs, OutputLogprobs, OutputPromptLogprobs, encode, encode_column
 from engine.runtime.checkpoints import OpenJournal
@@ -166,7 +166,7 @@ class Publisher:
             self._insist_on(lambda: self._reconciler.run([owned for kept in again for owned in kept.ended]))
             flushed: Flushed | None = Flushed(GAP, last)
             for kept in again:
-                flushed = self._insist(transitions.flush_behind(kept.call, last))
+                flushed = self._insist(journals.flush_behind(kept.call, last))
                 if flushed is None or flushed.outcome == GAP:
                     return flushed
                 last = kept.number
@@ -181,7 +181,7 @@ class Publisher:
 
     def _checkpoint(self, parts: list[OutputPart]) -> None:
         owner = self._owner
-        self._insist(transitions.checkpoint(owner.model, owner.slot, owner.incarnation, parts, self._num_flushes))
+        self._insist(journals.checkpoint(owner.model, owner.slot, owner.incarnation, parts, self._num_flushes))
         reach("checkpointed")
 
     def _insist(self, call: Call[T]) -> T | None:
@@ -205,7 +205,7 @@ class Publisher:
         self._num_flushes += 1
         messages = self._messages(events)
         payloads = [(client, encode(message)) for client, message in messages]
-        call = transitions.flush(
+        call = journals.flush(
             self._owner.model,
             self._owner.slot,
             self._owner.incarnation,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.bus import transitions
+from engine.bus import failover
 from engine.bus.enqueue import first_fields
 from engine.protocol import encode
 from engine.runtime.owned_requests import OwnedRequest, OwnedRequests
@@ -44,7 +44,7 @@ class Reconciler:
         with self._owned.taking:
             everything = {each.source.request_id: each for each in (*ended, *self._owned.all())}
             held = [(request_id, each.entry) for request_id, each in everything.items()]
-            found = owner.run(transitions.reconcile(owner.model, owner.slot, owner.incarnation, owner.fingerprint, held))
+            found = owner.run(failover.reconcile(owner.model, owner.slot, owner.incarnation, owner.fingerprint, held))
             if found.unknown:
                 self._rebuild([everything[request_id] for request_id in found.unknown])
             self._drop(frozenset(found.foreign) - {each.source.request_id for each in ended})
@@ -55,7 +55,7 @@ class Reconciler:
         owner = self._owner
         logger.warning("Redis has forgotten %d requests of this engine: they are put back", len(lost))
         requests = [(each.source.request_id, encode(each.source), first_fields(each.source, owner.model)) for each in lost]
-        entries = owner.run(transitions.rebuild(owner.model, owner.slot, owner.incarnation, owner.fingerprint, requests))
+        entries = owner.run(failover.rebuild(owner.model, owner.slot, owner.incarnation, owner.fingerprint, requests))
         for each, entry in zip(lost, entries, strict=True):
             each.entry = entry
         self._drop(frozenset(each.source.request_id for each in lost if not each.entry))

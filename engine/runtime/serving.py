@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from engine.bus import leases, transitions
+from engine.bus import failover, leases
 from engine.bus.alarms import count_alarm
 from engine.bus.clock import BusClock
 from engine.bus.connection import Bus
@@ -49,7 +49,7 @@ def serve(config: EngineConfig, executor: Executor, progress: Progress, signals:
         info.slot, info.incarnation = bus.run(
             leases.claim_slot(name, info, wanted=config.parallel.data_parallel_rank, failover_timeout=config.redis.failover_timeout)
         )
-        bus.run(transitions.takeover(name, info.slot, info.incarnation - 1))
+        bus.run(failover.takeover(name, info.slot, info.incarnation - 1))
         owner = SlotOwner(bus, info, bundle)
         watching = {"alarmed": partial(end_at_once, owner, progress)} if config.scheduler.watchdog_timeout > 0 else {}
         loop = connect(core, owner, clock, config.redis.failover_timeout, tell_alive=progress.alive, **watching)

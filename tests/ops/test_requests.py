@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from engine.bus import control, keys, leases, transitions
+from engine.bus import control, journals, keys, leases, transitions
 from engine.bus.connection import Bus
 from engine.bus.enqueue import enqueue as enqueue_call
+from engine.bus.journals import EndedRequest
 from engine.bus.leases import ClaimedSlot
 from engine.bus.records import RecordView
-from engine.bus.transitions import EndedRequest
 from engine.protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -68,7 +68,7 @@ def take(bus: Bus, slot: ClaimedSlot, request_id: str, step: int) -> None:
     bus.run(transitions.take(MODEL, slot.slot, slot.incarnation, "f", step, 1, 16))
     now = time.time()
     started = [(request_id, {"received": str(now), "scheduled": str(now + 0.25)})]
-    bus.run(transitions.flush(MODEL, slot.slot, slot.incarnation, step - 1, step, started=started))
+    bus.run(journals.flush(MODEL, slot.slot, slot.incarnation, step - 1, step, started=started))
 
 
 def headrace(redis_url: str, *arguments: str) -> Result:
@@ -96,7 +96,7 @@ class Obedient(threading.Thread):
                 reply = (keys.client_channel(command.reply_to), encode(ControlReply(command.token, num_tokens=5)))
                 notices = [] if self._silent else [reply]
                 place = (MODEL, self._slot.slot, self._slot.incarnation)
-                bus.run(transitions.flush(*place, 1, 2, ended=[ended], notices=notices))
+                bus.run(journals.flush(*place, 1, 2, ended=[ended], notices=notices))
 
 
 def test_ages_are_told_by_redis_clock(bus: Bus, redis_url: str, slot: ClaimedSlot, monkeypatch: pytest.MonkeyPatch) -> None:

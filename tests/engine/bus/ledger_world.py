@@ -11,13 +11,15 @@ from typing import Any, Literal
 import redis
 from msgspec.structs import replace
 
-from engine.bus import keys, leases, records, transitions
+from engine.bus import failover, journals, keys, leases, records, transitions
 from engine.bus.call import Call
 from engine.bus.connection import Bus
 from engine.bus.enqueue import AdmissionLimits, Enqueued, Refused, enqueue, first_fields
+from engine.bus.failover import Difference, TakenOver
+from engine.bus.journals import EndedRequest, Flushed, OutputPart
 from engine.bus.leases import ClaimedSlot
 from engine.bus.records import RecordView
-from engine.bus.transitions import Difference, EndedRequest, FinishOutcome, Flushed, OutputPart, Taken, TakenOver
+from engine.bus.transitions import FinishOutcome, Taken
 from engine.protocol import (
     Abort,
     ClientMessage,
@@ -122,7 +124,7 @@ class World:
     ) -> Call[Flushed]:
         number = next(engine.flushes)
         ends = [ended_request(name, reason) for name in ended]
-        return transitions.flush(self.model, engine.slot, engine.incarnation, number - 1, number, ended=ends, **parts)
+        return journals.flush(self.model, engine.slot, engine.incarnation, number - 1, number, ended=ends, **parts)
 
     def end(self, engine: Engine, *ids: str, reason: FinishReason = FinishReason.STOP) -> Flushed:
         engine.running = [name for name in engine.running if name not in ids]
@@ -131,18 +133,18 @@ class World:
     def checkpoint(self, engine: Engine, *ids: str, flushed: int = 0, remark: Literal["", "adopt", "well"] = "") -> int:
         """Outputs of these requests, whatever they are, leave the journal."""
         parts = [OutputPart(name, f"output of {name}".encode(), remark) for name in ids]
-        return self.bus.run(transitions.checkpoint(self.model, engine.slot, engine.incarnation, parts, flushed))
+        return self.bus.run(journals.checkpoint(self.model, engine.slot, engine.incarnation, parts, flushed))
 
     def reconcile(self, engine: Engine, *held: str) -> Difference:
         """`held`: of the ids; their entries are what the records say, or said when the engine took them."""
         pairs = [(name, engine.entries.get(name, "0-1")) for name in held]
         place = (self.model, engine.slot, engine.incarnation, engine.fingerprint)
-        return self.bus.run(transitions.reconcile(*place, pairs))
+        return self.bus.run(failover.reconcile(*place, pairs))
 
     def rebuild(self, engine: Engine, *requests: EngineCoreRequest) -> list[str]:
         place = (self.model, engine.slot, engine.incarnation, engine.fingerprint)
         rebuilt = [(request.request_id, encode(request), first_fields(request, self.model)) for request in requests]
-        return self.bus.run(transitions.rebuild(*place, rebuilt))
+        return self.bus.run(failover.rebuild(*place, rebuilt))
 
     def finish(self, request_id: str, **command: Any) -> FinishOutcome:
         return self.bus.run(transitions.finish(self.model, request_id, Abort(request_id, **command)))
@@ -152,7 +154,7 @@ class World:
         self.raw.delete(keys.slot(self.model, engine.slot), keys.slot_info(self.model, engine.slot))
 
     def take_over(self, engine: Engine, **how: bool) -> TakenOver:
-        return self.bus.run(transitions.takeover(self.model, engine.slot, engine.incarnation, **how))
+        return self.bus.run(failover.takeover(self.model, engine.slot, engine.incarnation, **how))
 
     def replace(self, engine: Engine) -> Engine:
         """The engine died, its requests wait, and another one has its slot."""

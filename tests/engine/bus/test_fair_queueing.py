@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from engine.bus import keys, transitions
+from engine.bus import journals, keys
 from engine.protocol import FinishReason
 from tests.engine.bus.ledger_world import Engine, World, ended_request
 
@@ -34,7 +34,7 @@ def virtual(world: World, field: str) -> int:
 def run_to_end(world: World, engine: Engine, request_id: str, output_tokens: int) -> None:
     end = dataclasses.replace(ended_request(request_id), output_tokens=output_tokens, cached_tokens=0)
     number = next(engine.flushes)
-    world.bus.run(transitions.flush(world.model, engine.slot, engine.incarnation, number - 1, number, ended=[end]))
+    world.bus.run(journals.flush(world.model, engine.slot, engine.incarnation, number - 1, number, ended=[end]))
 
 
 def test_two_backlogs_are_taken_in_turns(world: World) -> None:

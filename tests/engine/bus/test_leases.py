@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.bus import keys, leases, transitions
+from engine.bus import failover, keys, leases
+from engine.bus.failover import TakenOver
 from engine.bus.leases import DeadEngine
-from engine.bus.transitions import TakenOver
 from tests.engine.bus.ledger_world import Engine, World, engine_info
 from tests.waiting import wait_for
 
@@ -38,7 +38,7 @@ def test_an_engine_without_heartbeat_for_a_whole_time_to_live_is_dead_and_stays_
     named = wait_for(lambda: world.bus.run(leases.dead_engines(world.model, ttl=0.02)), "its death")
     assert named == [DeadEngine(dead.slot, dead.incarnation)]
     assert world.bus.run(leases.dead_engines(world.model, ttl=0.02)) == named
-    assert world.bus.run(transitions.takeover(world.model, *named[0])) == TakenOver(2, 0)
+    assert world.bus.run(failover.takeover(world.model, *named[0])) == TakenOver(2, 0)
     assert world.bus.run(leases.dead_engines(world.model, ttl=0.001)) == []
 
 
@@ -78,7 +78,7 @@ def test_a_dead_engine_with_nothing_in_flight_leaves_its_slot(world: World) -> N
     engine = world.engine()
     world.crash(engine)
     (dead,) = wait_for(lambda: world.bus.run(leases.dead_engines(world.model, ttl=0.02)), "its death")
-    assert world.bus.run(transitions.takeover(world.model, *dead)) == TakenOver(0, 0)
+    assert world.bus.run(failover.takeover(world.model, *dead)) == TakenOver(0, 0)
     assert world.bus.run(leases.dead_engines(world.model, ttl=0.001)) == []
     assert world.engine().slot == engine.slot
 

@@ -7,8 +7,8 @@ from typing import Literal
 
 import pytest
 
-from engine.bus import transitions
-from engine.bus.transitions import StoredPart
+from engine.bus import journals
+from engine.bus.journals import StoredPart
 from tests.engine.bus.ledger_world import CLIENT, Engine, World
 
 
@@ -29,7 +29,7 @@ def flush(world: World, engine: Engine, times: int = 1) -> None:
 
 
 def stored(world: World, name: str) -> list[StoredPart]:
-    (parts,) = world.bus.run(transitions.read_checkpoints(world.model, [name]))
+    (parts,) = world.bus.run(journals.read_checkpoints(world.model, [name]))
     return parts
 
 
@@ -39,9 +39,9 @@ def test_outputs_are_appended_and_the_journal_is_cut(world: World) -> None:
     world.take(engine, 2)
     flush(world, engine, 5)
     assert world.checkpoint(engine, "a", "b", flushed=3) == 2
-    assert len(world.bus.run(transitions.read_journal(world.model, journal_of(engine)))) == 2
+    assert len(world.bus.run(journals.read_journal(world.model, journal_of(engine)))) == 2
     assert world.checkpoint(engine, "a") == 1
-    assert len(world.bus.run(transitions.read_journal(world.model, journal_of(engine)))) == 2, "0: it stays"
+    assert len(world.bus.run(journals.read_journal(world.model, journal_of(engine)))) == 2, "0: it stays"
     assert stored(world, "a") == [StoredPart(None, b"output of a")] * 2
     assert stored(world, "b") == [StoredPart(None, b"output of b")]
     assert stored(world, "nobody") == []
@@ -53,7 +53,7 @@ def test_a_flush_goes_on_behind_a_cut_journal(world: World) -> None:
     flush(world, engine, 2)
     world.checkpoint(engine, flushed=2)
     flush(world, engine)
-    assert world.bus.run(transitions.read_journal(world.model, journal_of(engine))) == [StoredPart(CLIENT, b"journaled")]
+    assert world.bus.run(journals.read_journal(world.model, journal_of(engine))) == [StoredPart(CLIENT, b"journaled")]
 
 
 def test_a_checkpoint_of_all_earlier_output_replaces_all_other_journals(world: World) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.bus import keys, transitions
+from engine.bus import failover, keys
 from engine.protocol import FinishReason, RequestEnded
 from tests.engine.bus.ledger_world import Engine, Listener, World
 from tests.waiting import wait_for
@@ -34,7 +34,7 @@ def forget_engines(world: World) -> None:
 
 
 def expire(world: World, failover_timeout: float = 0.001, most: int = 100) -> int:
-    return world.bus.run(transitions.expire_orphans(world.model, failover_timeout, most))
+    return world.bus.run(failover.expire_orphans(world.model, failover_timeout, most))
 
 
 def test_orphans_end_with_an_error_when_nobody_came_in_time(world: World) -> None:

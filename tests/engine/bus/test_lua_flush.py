@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.bus import keys, leases, records, transitions
+from engine.bus import journals, keys, leases, records, transitions
 from engine.bus.call import BusUnavailable, Fenced, Trouble
 from engine.bus.connection import Bus
 from engine.bus.enqueue import AdmissionLimits
+from engine.bus.failover import TakenOver
+from engine.bus.journals import FLUSHED, GAP, REPEATED
 from engine.bus.queue_depth import QueueDepth, queue_depth
-from engine.bus.transitions import FLUSHED, GAP, REPEATED, TakenOver
 from engine.protocol import Abort, ControlReply, EngineCoreOutputs, FinishReason, encode
 from tests.engine.bus.ledger_world import CLIENT, Engine, Listener, World
 from tests.engine.bus.lossy_proxy import LossyProxy
@@ -189,7 +190,7 @@ def test_a_kept_flush_becomes_the_next_one_behind_all_that_redis_has(world: Worl
     kept = world.flush_call(engine, ["a"], messages=[(CLIENT, b"kept")])
     world.raw.delete(keys.progress(world.model, engine.slot))  # the whole progress is lost
     assert world.bus.run(kept) == (GAP, 0)
-    assert world.bus.run(transitions.flush_behind(kept, 0)) == (FLUSHED, 4)
+    assert world.bus.run(journals.flush_behind(kept, 0)) == (FLUSHED, 4)
     assert world.bus.run(world.flush_call(engine)) == (FLUSHED, 5)
     assert world.record("a").state == "ended"
     world.check_integrity()

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.bus import keys, records, transitions
+from engine.bus import journals, keys, records
 from engine.bus.enqueue import Enqueued
+from engine.bus.journals import EndedRequest
 from engine.bus.records import OUTPUT_DROPPED
-from engine.bus.transitions import EndedRequest
 from engine.protocol import FinishReason
 from tests.engine.bus.ledger_world import Engine, World
 
@@ -26,7 +26,7 @@ def end_large(world: World, engine: Engine, name: str, size: int, budget: int) -
     number = next(engine.flushes)
     ended = [EndedRequest(name, FinishReason.STOP, bytes(size), output_tokens=1)]
     place = (world.model, engine.slot, engine.incarnation)
-    world.bus.run(transitions.flush(*place, number - 1, number, ended=ended, kept_bytes=budget))
+    world.bus.run(journals.flush(*place, number - 1, number, ended=ended, kept_bytes=budget))
 
 
 def has_output(world: World, name: str) -> bool:

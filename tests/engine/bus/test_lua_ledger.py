@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from engine.bus import keys, transitions
+from engine.bus import failover, keys, transitions
 from tests.engine.bus.ledger_world import World
 from tests.waiting import wait_for
 
@@ -49,7 +49,7 @@ def expire_orphans(world: World) -> None:
     world.take(engine)
     world.take_over(engine, sure=True)
     world.raw.delete(keys.served_by(world.model, engine.fingerprint))
-    assert wait_for(lambda: world.bus.run(transitions.expire_orphans(world.model, 0.001)), "the end of the failover time") == 1
+    assert wait_for(lambda: world.bus.run(failover.expire_orphans(world.model, 0.001)), "the end of the failover time") == 1
 
 
 def take_of_a_lost_entry(world: World) -> None:

@@ -9,7 +9,7 @@ from datetime import date
 
 import pytest
 
-from engine.bus import keys, leases, maintenance, records, transitions, usage
+from engine.bus import journals, keys, leases, maintenance, records, usage
 from engine.bus.connection import Bus
 from engine.bus.queue_depth import queue_depth
 from engine.bus.usage import ROLL_BATCH, UsageTotals
@@ -201,8 +201,8 @@ def test_a_dead_engines_journal_goes_once_no_live_record_names_it(world: World) 
     second = world.engine()
     assert world.take(second) == ["a"]
     assert world.bus.run(maintenance.forget_journals(world.model)) == 0, "the output of `a` is in it"
-    part = transitions.OutputPart("a", b"all so far", "adopt")
-    world.bus.run(transitions.checkpoint(world.model, second.slot, second.incarnation, [part]))
+    part = journals.OutputPart("a", b"all so far", "adopt")
+    world.bus.run(journals.checkpoint(world.model, second.slot, second.incarnation, [part]))
     assert world.raw.exists(journal)
     assert world.bus.run(maintenance.forget_journals(world.model)) == 1
     assert not world.raw.exists(journal)

@@ -9,7 +9,7 @@ import pytest
 from engine.bus import keys, leases
 from engine.bus.call import Unowned
 from engine.bus.enqueue import Enqueued
-from engine.bus.transitions import Difference
+from engine.bus.failover import Difference
 from engine.protocol import decode_request
 from tests.engine.bus.ledger_world import Engine, World
 

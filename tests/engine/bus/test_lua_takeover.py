@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from engine.bus import keys, leases, transitions
+from engine.bus import failover, journals, keys, leases, transitions
 from engine.bus.call import Call, Fenced
 from engine.bus.connection import Bus
 from engine.bus.enqueue import Enqueued
+from engine.bus.failover import TAKEOVER_BATCH, TakenOver
+from engine.bus.journals import OutputPart
 from engine.bus.queue_depth import queue_depth
-from engine.bus.transitions import TAKEOVER_BATCH, OutputPart, TakenOver
 from engine.protocol import FinishReason, RequestEnded
 from tests.engine.bus.ledger_world import Engine, Listener, World, engine_info
 from tests.engine.bus.lossy_proxy import LossyProxy
@@ -77,9 +78,9 @@ def calls_of(world: World, engine: Engine) -> list[Call[object]]:
     return [
         world.take_call(engine, 5),
         world.flush_call(engine, ["a"], messages=[("api-1", b"ghost")]),
-        transitions.checkpoint(*place, [OutputPart("a", b"ghost")], 1),
-        transitions.reconcile(*place, "f", []),
-        transitions.rebuild(*place, "f", []),
+        journals.checkpoint(*place, [OutputPart("a", b"ghost")], 1),
+        failover.reconcile(*place, "f", []),
+        failover.rebuild(*place, "f", []),
         transitions.reject(*place, "1-1", "ghost"),
         leases.beat(*place, engine_info()),
     ]
@@ -159,8 +160,8 @@ def take_over_two_and_die(world: World, engine: Engine, monkeypatch: pytest.Monk
     """The first batch of an observer that never sends the second."""
     world.crash(engine)
     with monkeypatch.context() as patch:
-        patch.setattr(transitions, "TAKEOVER_BATCH", 2)
-        call = transitions.takeover(world.model, engine.slot, engine.incarnation)
+        patch.setattr(failover, "TAKEOVER_BATCH", 2)
+        call = failover.takeover(world.model, engine.slot, engine.incarnation)
     orphaned, ended, rest = world.raw.execute_command(*call.eval())
     assert (orphaned, ended) == (2, 0) and rest
     world.check_integrity()
@@ -182,7 +183,7 @@ def test_a_vacant_slot_with_entries_is_named_until_it_has_none(world: World, mon
     take_over_two_and_die(world, engine, monkeypatch)
     (dead,) = world.bus.run(leases.dead_engines(world.model, ttl=60.0))
     assert dead.slot == engine.slot and dead.incarnation > engine.incarnation
-    assert world.bus.run(transitions.takeover(world.model, *dead)) == TakenOver(1, 0)
+    assert world.bus.run(failover.takeover(world.model, *dead)) == TakenOver(1, 0)
     assert world.bus.run(leases.dead_engines(world.model, ttl=60.0)) == []
     world.check_integrity()
 
@@ -207,7 +208,7 @@ def test_a_lost_answer_counts_one_death(world: World) -> None:
     with LossyProxy(world.url) as proxy, Bus(proxy.url) as bus:
         bus.run(queue_depth(world.model))
         proxy.losses = 1
-        assert bus.run(transitions.takeover(world.model, engine.slot, engine.incarnation)) == TakenOver(0, 0)
+        assert bus.run(failover.takeover(world.model, engine.slot, engine.incarnation)) == TakenOver(0, 0)
         assert proxy.lost == 1
     assert world.record("a").attempts == 1
     world.check_integrity()
@@ -266,4 +267,4 @@ def test_a_slot_that_was_left_is_the_next_engines(world: World, act: Callable[[W
 
 
 def test_an_unknown_model_has_no_requests(world: World) -> None:
-    assert world.bus.run(transitions.takeover("nobody", "0", 1)) == TakenOver(0, 0)
+    assert world.bus.run(failover.takeover("nobody", "0", 1)) == TakenOver(0, 0)

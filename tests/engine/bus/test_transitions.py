@@ -16,8 +16,9 @@ from engine.bus import keys, leases
 from engine.bus.attachments import attach, detach
 from engine.bus.call import Call, Fenced, Unowned
 from engine.bus.enqueue import AdmissionLimits, Enqueued, Refused, enqueue
+from engine.bus.failover import TakenOver
+from engine.bus.journals import FLUSHED, GAP, REPEATED, flush_behind
 from engine.bus.queue_depth import QueueDepth, queue_depth
-from engine.bus.transitions import FLUSHED, GAP, REPEATED, TakenOver, flush_behind
 from engine.protocol import EngineCoreRequest, RequestFacts
 from tests.engine.bus.ledger_world import Engine, World, engine_info
 

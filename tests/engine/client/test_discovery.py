@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.bus import keys, records, transitions
+from engine.bus import journals, keys, records
 from engine.bus.connection import AsyncBus
+from engine.bus.journals import EndedRequest
 from engine.bus.records import OUTPUT_DROPPED
-from engine.bus.transitions import EndedRequest
 from engine.client.discovery import Directory
 from engine.protocol import FinishReason, RequestTimes, StoredChoice, StoredOutput, encode
 from tests.engine.bus.ledger_world import World
@@ -37,7 +37,7 @@ async def test_old_results_give_way_to_new_requests(world: World, share: float) 
         world.enqueue(world.request(name))
         world.take(engine)
         number = next(engine.flushes)
-        world.bus.run(transitions.flush(world.model, engine.slot, engine.incarnation, number - 1, number, ended=[big_end(name)]))
+        world.bus.run(journals.flush(world.model, engine.slot, engine.incarnation, number - 1, number, ended=[big_end(name)]))
     world.raw.config_set("maxmemory", int(world.raw.info("memory")["used_memory"] / share))
     async with AsyncBus(world.url) as bus:
         directory = Directory(bus)

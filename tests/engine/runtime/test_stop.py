@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.bus import leases, transitions
+from engine.bus import failover, leases
 from engine.bus.call import Fenced
 from engine.client.client import AsyncClient
 from engine.runtime.loop import IDLE_SECONDS
@@ -26,7 +26,7 @@ async def test_a_hung_engine_is_fenced_and_its_requests_go_on_elsewhere(
     request = make_request(client, max_tokens=60)
     (stream,) = await add(client, request)
     await stream.has_tokens()
-    slow_engine.bus.run(transitions.takeover(MODEL, slow_engine.info.slot, slow_engine.info.incarnation, sure=True))
+    slow_engine.bus.run(failover.takeover(MODEL, slow_engine.info.slot, slow_engine.info.incarnation, sure=True))
     await asyncio.to_thread(slow_engine.join)
     assert isinstance(slow_engine.error, Fenced)
     engine = start_engine()
