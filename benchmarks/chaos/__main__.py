@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--faults", default="all", help=f"all, none, or some of {', '.join(FAULTS)}")
     parser.add_argument("--load", default="all", help=f"all, or some of {', '.join(BEHAVIOURS)}")
     parser.add_argument("--mean-pause", type=float, default=6.0, help="mean seconds between two faults")
-    parser.add_argument("--clients", type=int, default=24, help="requests under way at once")
+    parser.add_argument("--clients", type=int, default=14, help="requests under way at once")
     parser.add_argument("--cases", type=int, default=60, help="distinct requests")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--api-servers", type=int, default=2)

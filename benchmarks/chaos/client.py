@@ -202,7 +202,7 @@ class _Conversation:
     def _take(self, chunk: dict[str, Any]) -> None:
         if "error" in chunk:
             error = chunk["error"]
-            raise Broken(error["message"]) if error["code"] == 503 and self._event_id else Failed(error["message"])
+            raise Broken(error["message"]) if error["code"] == 503 else Failed(error["message"])
         if self._answer.add(chunk):
             self._num_events += 1
             self._got_tokens()

@@ -29,8 +29,7 @@ ENGINE_DEATHS = frozenset(
         *(f"at-{point}" for point in FAULT_POINTS),
     }
 )  # fmt: skip
-APART = ((FORGETFUL, API_DEATHS), (ENGINE_DEATHS, ENGINE_DEATHS))
-DISTANCE_SECONDS = 8.0
+APART = ((FORGETFUL, API_DEATHS, 8.0), (ENGINE_DEATHS, ENGINE_DEATHS, 15.0))  # seconds between these two kinds
 
 
 @dataclass(frozen=True)
@@ -244,6 +243,6 @@ class Injector:
             tell(f"{kind} {detail}")
 
     async def _keep_distance(self, kind: str, last: dict[str, float]) -> None:
-        others = {other for one, two in APART for here, there in ((one, two), (two, one)) if kind in here for other in there}
-        since = max((last.get(other, 0.0) for other in others), default=0.0)
-        await asyncio.sleep(max(0.0, since + DISTANCE_SECONDS - time.monotonic()))
+        pairs = [pair for one, two, seconds in APART for pair in ((one, two, seconds), (two, one, seconds))]
+        free_at = [last.get(other, 0.0) + seconds for here, there, seconds in pairs if kind in here for other in there]
+        await asyncio.sleep(max(0.0, max(free_at, default=0.0) - time.monotonic()))
