@@ -8,7 +8,6 @@ from engine.bus.journals import OutputPart
 from engine.protocol import EngineCoreOutputs, encode
 from engine.runtime.folding import by_attachment
 from engine.runtime.owned_requests import OwnedRequest, OwnedRequests
-from engine.scheduling.request import TOKEN_BYTES
 
 CHECKPOINT_BYTES = 4 << 20  # of a journal, after which its outputs are stored apart
 CHECKPOINT_FLUSHES = 2048
@@ -36,7 +35,6 @@ class OpenJournal:
         by_id: dict[str, tuple[OwnedRequest, EngineCoreOutputs]] = {}
         for (client, handle), rows in by_attachment(self._messages).items():
             if (request := owned.of_handle(client, handle)) is not None:
-                request.num_tokens += len(rows.token_ids) // TOKEN_BYTES
                 blank = EngineCoreOutputs("", 0, 0, logprobs=[], prompt_logprobs=[], finished=[])
                 _append(by_id.setdefault(request.source.request_id, (request, blank))[1], rows)
         self._messages, self._size, self._num_flushes = [], 0, 0

@@ -9,7 +9,9 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.protocol import EngineCoreRequest
+import numpy as np
+
+from engine.protocol import EngineCoreOutputs, EngineCoreRequest, decode_column
 
 SUSPECT = 2  # deaths of engines in a row, after which a request runs beside no other such
 GOES_WELL_TOKENS = 64  # output tokens after which a request is no reason of the deaths before
@@ -20,16 +22,21 @@ class OwnedRequest:
     source: EngineCoreRequest  # with the API server and handle that it is attached to now
     entry: str  # id in the requests stream
     attempts: int = 0  # engines that died with it, one after the other
-    num_tokens: int = 0  # of output, since it was taken
+    num_tokens: int = 0  # of output since it was taken; counted only while `attempts` count
     attachments: list[tuple[str, int]] = field(default_factory=list)  # (API server, handle) that outputs of this engine bear
 
     @property
     def is_suspect(self) -> bool:
         return self.attempts >= SUSPECT
 
+    @property
+    def goes_well(self) -> bool:
+        """It has made so much output that the deaths before are to count no more."""
+        return self.attempts > 0 and self.num_tokens >= GOES_WELL_TOKENS
+
     def clears_itself(self) -> bool:
-        """It goes on so well that the deaths before do not count any more; True once."""
-        cleared = self.attempts > 0 and self.num_tokens >= GOES_WELL_TOKENS
+        """The deaths before do not count any more; True once."""
+        cleared = self.goes_well
         if cleared:
             self.attempts = 0
         return cleared
@@ -43,10 +50,27 @@ class OwnedRequests:
         self.taking = threading.RLock()
         self._by_id: dict[str, OwnedRequest] = {}
         self._ids: dict[tuple[str, int], str] = {}  # by API server and handle
+        self._blamed: set[str] = set()  # those that engines died with, and that have not cleared themselves
 
     def add(self, owned: OwnedRequest) -> None:
         self._by_id[owned.source.request_id] = owned
+        if owned.attempts:
+            self._blamed.add(owned.source.request_id)
         self._note_attachment(owned)
+
+    def note_output(self, messages: Iterable[tuple[str, EngineCoreOutputs]]) -> bool:
+        """Output was flushed: (API server, message). True: some request goes well, and Redis does not know yet."""
+        if not self._blamed:
+            return False
+        for client, message in messages:
+            handles, counts = np.unique(decode_column(message.handles, np.int64), return_counts=True)
+            for handle, count in zip(handles.tolist(), counts.tolist(), strict=True):
+                if (owned := self.of_handle(client, handle)) is not None:
+                    owned.num_tokens += count
+        for request_id in list(self._blamed):
+            if (blamed := self._by_id.get(request_id)) is None or not blamed.attempts:
+                self._blamed.discard(request_id)
+        return any(owned.goes_well for request_id in self._blamed if (owned := self._by_id.get(request_id)) is not None)
 
     def attach(self, request_id: str, source: EngineCoreRequest) -> None:
         """The request is attached elsewhere now. Outputs under the earlier handle remain its own."""

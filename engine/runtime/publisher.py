@@ -140,12 +140,14 @@ class Publisher:
         self._keep(KeptFlush(self._num_flushes, call, ended, size, time.monotonic()))
         is_delivered = self._deliver(call)
         reach("flush-sent")
+        clears_some = False
         if is_delivered:
             self._owned.remove(owned.source.request_id for owned in ended)
             self._journal.add(messages, size)
+            clears_some = self._owned.note_output(messages)
         if events.stored:
             self._checkpoint([OutputPart(request_id, encode(output)) for request_id, output in events.stored])
-        elif self._journal.is_full:
+        elif self._journal.is_full or clears_some:
             self._checkpoint(self._journal.take_parts(self._owned))
 
     def _deliver(self, call: Call[Flushed]) -> bool:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 from engine.client.client import AsyncClient
 from engine.protocol import FinishReason, decode_column
+from engine.runtime.owned_requests import GOES_WELL_TOKENS
 from tests.engine.conftest import MODEL, RunningEngine
 from tests.engine.runtime.null_requests import add, expected, make_request, settled
+from tests.waiting import wait_for_async
 
 
 async def test_streams_go_on_at_the_next_engine(
@@ -38,3 +40,26 @@ async def test_streams_go_on_at_the_next_engine(
     record = await client.record(MODEL, requests[1].request_id)
     assert record is not None and (record.state, record.output_tokens) == ("ended", 80)
     assert len(decode_column(requests[1].prompt_token_ids)) == record.prompt_tokens
+
+
+async def test_a_request_that_goes_on_well_is_not_blamed_for_the_death_before(
+    slow_engine: RunningEngine, start_engine: Callable[..., RunningEngine], client: AsyncClient
+) -> None:
+    """Long before its journal is full: the next death may come at any time."""
+    request = make_request(client, max_tokens=400)
+    (stream,) = await add(client, request)
+    await stream.has_tokens(10)
+    slow_engine.loop.fail(RuntimeError("the test ends this engine"))
+    slow_engine.join()
+    record = await client.record(MODEL, request.request_id)
+    assert record is not None and record.attempts == 1
+    second = start_engine()
+    await stream.has_tokens(stream.num_tokens + GOES_WELL_TOKENS + 8)
+
+    async def is_cleared() -> bool:
+        record = await client.record(MODEL, request.request_id)
+        return record is not None and (record.state, record.attempts) == ("running", 0)
+
+    await wait_for_async(is_cleared, "a record without the death", seconds=2.0)
+    stream.abort()
+    await settled(second)
