@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import signal
 import time
@@ -243,6 +244,9 @@ class Injector:
             tell(f"{kind} {detail}")
 
     async def _keep_distance(self, kind: str, last: dict[str, float]) -> None:
+        if kind in ENGINE_DEATHS:
+            with contextlib.suppress(TimeoutError):
+                await self._cluster.until_whole()
         pairs = [pair for one, two, seconds in APART for pair in ((one, two, seconds), (two, one, seconds))]
         free_at = [last.get(other, 0.0) + seconds for here, there, seconds in pairs if kind in here for other in there]
         await asyncio.sleep(max(0.0, max(free_at, default=0.0) - time.monotonic()))
