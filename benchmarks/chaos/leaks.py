@@ -17,7 +17,8 @@ from benchmarks.chaos.cluster import Cluster
 IDLE_SECONDS = 60.0  # for the last requests to be gone from engines and Redis
 SWEEP_SECONDS = 90.0  # beyond the retention, for maintenance to remove what ended requests left
 REST_SECONDS = 8.0  # after which idle connections are closed
-SPARE_DESCRIPTORS = 8  # connections to Redis that a pool made under load and keeps
+# Connections to Redis that a pool made under load and keeps, and those of Celery that wait for the garbage collector
+SPARE_DESCRIPTORS = 16
 SPARE_THREADS = 8  # of pools that grow to a limit
 FOR_EVER = -1  # Redis' answer to PTTL
 _ID = re.compile(r"\{[^}]*\}|[0-9a-f]{8}-[0-9a-f-]{20,}|(?<=:)[^:]*-[0-9a-f]{8}\b|\d+")
