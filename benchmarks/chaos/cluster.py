@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ START_SECONDS = 120.0
 STOP_SECONDS = 30.0
 FAULT_POINT_SECONDS = 8.0  # for a process under load to reach a named point
 EXPLAINED_SECONDS = 30.0  # within which the end of a process follows from a fault
+HEADRACE = (sys.executable, "-P", "-m", "ops.cli")
 NAME = "chaos"  # the served model
 
 
@@ -54,7 +56,7 @@ class Role:
 
     async def _start(self) -> None:
         self.starts += 1
-        command = bound_to_parent([sys.executable, "-P", "-m", "ops.cli", *self.arguments])
+        command = bound_to_parent([*HEADRACE, *self.arguments])
         with open(self.log, "ab") as log:
             log.write(f"--- start {self.starts} {time.strftime('%H:%M:%S')}\n".encode())
             log.flush()
@@ -175,6 +177,13 @@ class Cluster:
         """Living engines that an API server knows."""
         found = await self.metric(url, "kv_cache_usage_perc")
         return len(found)
+
+    async def engine_numbers(self) -> list[str]:
+        """Of the living engines, as an API server knows them."""
+        for url in self.urls:
+            if series := await self.metric(url, "kv_cache_usage_perc"):
+                return sorted(found[1] for labels in series if (found := re.search(r'engine="(\d+)"', labels)))
+        return []
 
     async def metric(self, url: str, name: str) -> dict[str, float]:
         """The series of a gauge, by their labels. Empty while the server is away."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from benchmarks.chaos.cluster import Cluster, Role
+from benchmarks.chaos.cluster import HEADRACE, Cluster, Role
 from engine.fault_points import FAULT_POINTS, FaultPoint
 
 Inject = Callable[[Cluster, random.Random], Awaitable[str]]  # returns what it did, for the log
@@ -99,6 +99,19 @@ async def _drain_engine(cluster: Cluster, chance: random.Random) -> str:
     role = chance.choice(cluster.engines)
     role.send(signal.SIGTERM)
     return role.name
+
+
+async def _hand_over_engine(cluster: Cluster, chance: random.Random) -> str:
+    """By the command; the engine's number is the one that the API servers know."""
+    numbers = await cluster.engine_numbers()
+    if not numbers:
+        return "no engine is known now"
+    number = chance.choice(numbers)
+    for role in cluster.engines:
+        role.touched = time.monotonic()
+    arguments = ["drain", number, "--handover", "--timeout", "30", "--redis-url", cluster.redis.url]
+    process = await asyncio.create_subprocess_exec(*HEADRACE, *arguments, stdout=asyncio.subprocess.DEVNULL)
+    return f"engine number {number}, exit status {await process.wait()}"
 
 
 async def _drain_api(cluster: Cluster, chance: random.Random) -> str:
@@ -203,6 +216,7 @@ FAULTS: dict[str, Inject] = {
     "stop-engine": _stop_engine,
     "stop-api": _stop_api,
     "drain-engine": _drain_engine,
+    "hand-over-engine": _hand_over_engine,
     "drain-api": _drain_api,
     "cut-normal": _cut_normal,
     "cut-pubsub": _cut_pubsub,
