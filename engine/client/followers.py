@@ -83,7 +83,7 @@ class Followers:
             return
         self._missed.pop(request, None)
         if place.state == "ended":
-            await self._hand_out(request, place)
+            await self._hand_out(request)
         elif place.state == "unreadable":
             self._end_all(request, "The request's record cannot be read.")
         elif place.detached or place.client not in listening:
@@ -95,19 +95,18 @@ class Followers:
         else:
             self._unheard.pop(request, None)
 
-    async def _hand_out(self, request: tuple[str, str], place: Whereabouts) -> None:
-        """The stored output, to all that follow the request."""
+    async def _hand_out(self, request: tuple[str, str]) -> None:
+        """The stored output, to all that follow the request. Where Redis was rolled back since the look, the next look decides."""
         stored = await self._bus.run(records.stored_output(*request))
         if stored is None:
-            self._end_all(request, place.error or None, FinishReason[place.reason.upper()])
             return
         for stream in self._drop(request):
             stream.take_stored(stored)
             await asyncio.sleep(0)  # a long output keeps the event loop for some time
 
-    def _end_all(self, request: tuple[str, str], error: str | None, reason: FinishReason = FinishReason.ERROR) -> None:
+    def _end_all(self, request: tuple[str, str], error: str) -> None:
         for stream in self._drop(request):
-            stream.take_end(reason, error)
+            stream.take_end(FinishReason.ERROR, error)
 
     def _drop(self, request: tuple[str, str]) -> Iterable[RequestStream]:
         self._unheard.pop(request, None)

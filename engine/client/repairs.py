@@ -178,7 +178,7 @@ class Repairs:
         """What the record of an ended request says. A stream whose record cannot be read ends with that error."""
         try:
             if place.state == "ended":
-                await self._take_stored(stream, place)
+                await self._take_stored(stream)
             elif place.state == "unreadable":
                 raise ValueError(place.error)
         except BusUnavailable:
@@ -187,9 +187,10 @@ class Repairs:
             logger.exception("the record of request %s cannot be read", stream.request_id)
             stream.take_end(FinishReason.ERROR, "The request's record cannot be read.")
 
-    async def _take_stored(self, stream: RequestStream, place: Whereabouts) -> None:
+    async def _take_stored(self, stream: RequestStream) -> None:
+        """Where Redis was rolled back since the look, the request runs again, or is forgotten: the next look decides."""
         stored = await self._bus.run(records.stored_output(stream.model, stream.request_id))
         if stored is not None:
             stream.take_stored(stored)
         else:
-            stream.take_end(FinishReason[place.reason.upper()], place.error or None)
+            stream.not_found(self._clock())

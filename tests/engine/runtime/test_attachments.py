@@ -10,10 +10,11 @@ import redis
 from msgspec.structs import replace
 
 from engine.bus import records
+from engine.bus.call import Call
 from engine.bus.connection import AsyncBus
 from engine.bus.enqueue import AdmissionLimits
 from engine.client.client import TAKEN_UP_ELSEWHERE, AsyncClient
-from engine.protocol import Attach, EngineCoreRequest, FinishReason, RequestFacts
+from engine.protocol import Attach, EngineCoreRequest, FinishReason, RequestFacts, StoredOutput
 from tests.engine.conftest import MODEL, RunningEngine
 from tests.engine.following import Follower
 from tests.engine.runtime.null_requests import NO_LIMITS, expected, make_request, settled
@@ -148,3 +149,30 @@ async def test_followers_get_the_stored_answer_and_one_takes_up_what_nobody_list
         for follower in followers:
             assert (await follower.whole())[0] == [expected(request)]
     assert await other._bus.run(records.stored_output(MODEL, request.request_id)) is not None
+
+
+@pytest.mark.parametrize("start_engine", ["mp"], indirect=True)
+async def test_an_end_that_redis_has_forgotten_since_the_look_is_no_end(
+    engine: RunningEngine, client: AsyncClient, other: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollback between the look that finds the request ended and the one that reads its output."""
+    request = replace(make_request(client, max_tokens=30), facts=RequestFacts(grace=30.0, idempotency_key="k", body_hash="b"))
+    first = Follower()
+    (first.stream,) = await client.add(MODEL, [request], [first], NO_LIMITS)
+    await first.whole()
+    real, forgotten = records.stored_output, []
+
+    def forgetful(model: str, request_id: str) -> Call[StoredOutput | None]:
+        if len(forgotten) < 2:
+            forgotten.append(request_id)
+            return Call(lambda _: None)
+        return real(model, request_id)
+
+    monkeypatch.setattr(records, "stored_output", forgetful)
+    follower = Follower()
+    (follower.stream,) = other.follow(MODEL, [replace(request, client=other.incarnation, handle=other.next_handle())], [follower])
+    taken_up = await attach(other, request)
+    async with asyncio.timeout(30):
+        for stream in (follower, taken_up):
+            assert (await stream.whole())[0] == [expected(request)]
+    assert len(forgotten) == 2
