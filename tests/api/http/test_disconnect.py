@@ -76,7 +76,7 @@ async def test_a_client_that_leaves_ends_its_waiting_request(slow_server: LiveSe
     request_id = f"waits-{stream}"
     async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as http:
         filling = asyncio.create_task(http.post("/v1/completions", json={"prompt": ["fill"] * 8, "max_tokens": 1500}))
-        await until_live(http, 8, "running")
+        await until_live(http, 7, "running")
         async with httpx.AsyncClient(base_url=slow_server.url, headers=ALICE, timeout=60) as leaving:
             body = {"prompt": "x", "max_tokens": 1500, "stream": stream}
             work = asyncio.create_task(leaving.post("/v1/completions", json=body, headers={"X-Request-Id": request_id}))

