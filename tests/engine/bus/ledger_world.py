@@ -221,8 +221,9 @@ class World:
             record = {
                 name: value.decode() for name, value in fields.items() if name not in ("output", "outline") and ":" not in name
             }
-            record["ttl"] = str(self.raw.pttl(key))
-            found[record["id"]] = record
+            if record:  # else it expired between the two reads
+                record["ttl"] = str(self.raw.pttl(key))
+                found[record["id"]] = record
         return found
 
     def check_integrity(self) -> None:
