@@ -64,20 +64,18 @@ class Difference:
     returned: int  # requests in flight that the engine does not hold: they wait again
 
 
-def reconcile(model: str, slot: str, incarnation: int, fingerprint: str, held: Sequence[tuple[str, str]]) -> Call[Difference]:
-    """Make the engine's pending list what it holds: `held` has (id, entry) of each request. Raises Fenced, Unowned.
+def reconcile(model: str, slot: str, incarnation: int, fingerprint: str, held: Sequence[str]) -> Call[Difference]:
+    """Make the engine's pending list what it holds: the requests of the ids `held`. Raises Fenced, Unowned.
 
     No `take` of this engine may be under way.
     """
-    arguments: list[Argument] = [incarnation, slot, fingerprint, keys.consumer(slot), len(held)]
-    for request_id, entry in held:
-        arguments += [request_id, entry]
+    arguments: tuple[Argument, ...] = (incarnation, slot, fingerprint, keys.consumer(slot), *held)
 
     def decode(answer: list[Any]) -> Difference:
         unknown, foreign, returned = answer
         return Difference([name.decode() for name in unknown], [name.decode() for name in foreign], int(returned))
 
-    return Call(decode, script("reconcile", "ledger"), (*keys.ledger(model), keys.owner(model, slot)), tuple(arguments))
+    return Call(decode, script("reconcile", "ledger"), (*keys.ledger(model), keys.owner(model, slot)), arguments)
 
 
 def rebuild(
@@ -86,16 +84,17 @@ def rebuild(
     incarnation: int,
     fingerprint: str,
     requests: Sequence[tuple[str, bytes, Mapping[str, Argument]]],
-) -> Call[list[str]]:
+) -> Call[set[str]]:
     """Put requests that the engine holds, and that Redis has forgotten, back into Redis: (id, payload, fields of the record).
 
-    Returns their new entries; "" for one that Redis knows after all, or that was aborted meanwhile. Raises Fenced, Unowned.
+    Returns the ids of those that were aborted meanwhile. One that Redis knows after all is left as it is: a further `reconcile`
+    says whose it is. Raises Fenced, Unowned.
     """
     arguments: list[Argument] = [incarnation, slot, fingerprint, keys.consumer(slot), len(requests)]
     for request_id, payload, fields in requests:
         arguments += [request_id, payload, *flat(fields)]
     return Call(
-        lambda answer: [entry.decode() for entry in answer],
+        lambda answer: {name.decode() for name in answer},
         script("rebuild", "ledger", "entries"),
         (*keys.ledger(model), keys.owner(model, slot)),
         tuple(arguments),

@@ -34,7 +34,7 @@ class HeldRequest:
     logprobs: list[list[OutputLogprobs]] = field(init=False)  # by choice, in order of output; empty when not asked for
     open_choices: set[int] = field(init=False)  # choices that have not ended
     promises: list[Abort] = field(default_factory=list)  # aborts to confirm when the choices that they name have ended
-    is_foreign: bool = False  # another engine has it by now: nothing of it is told any more
+    is_foreign: bool = False  # another engine has it by now: its choices close here, and nothing of them is told
     folded: InitVar[FoldedOutput | None] = None  # what other engines made of it, which the choices have already
 
     def __post_init__(self, folded: FoldedOutput | None) -> None:
@@ -100,14 +100,22 @@ class HeldRequests:
         return len(self._held)
 
     def get(self, request_id: str) -> HeldRequest | None:
-        return self._held.get(request_id)
+        """None also for one that is foreign: a command that names it is meant for the request when it comes again."""
+        held = self._held.get(request_id)
+        return None if held is None or held.is_foreign else held
+
+    def is_closing(self, request_id: str) -> bool:
+        """It is foreign, and some of its choices have not closed: the core cannot have it again yet."""
+        held = self._held.get(request_id)
+        return held is not None and held.is_foreign
 
     def of(self, request: Request) -> HeldRequest:
         """The held request of a choice that has not been closed."""
         return self._held[request.request_id]
 
     def all(self) -> list[HeldRequest]:
-        return list(self._held.values())
+        """But those that are foreign."""
+        return [held for held in self._held.values() if not held.is_foreign]
 
     def add(self, held: HeldRequest) -> tuple[Abort, ...]:
         """Hold a request; returns the aborts that came before it."""

@@ -205,7 +205,7 @@ class Intake:
             if self._owned.get(source.request_id) is not None:  # its take was sent twice, or rolled back: it is one request
                 logger.warning("request %s is held already", source.request_id)
                 continue
-            self._owned.add(OwnedRequest(source, taken.entry, taken.orphan.attempts if taken.orphan else 0))
+            self._owned.add(OwnedRequest(source, taken.orphan.attempts if taken.orphan else 0))
             arrivals.append((taken, source))
         return arrivals
 

@@ -51,6 +51,7 @@ class EngineLoop:
         self._stopping = False
         self._deadline = math.inf  # monotonic
         self._failure: BaseException | None = None
+        self._postponed: list[Arrival] = []  # requests that come again before this engine has closed them
         self._pressure = KVPressure(core.limits)
         self._service_rate = ServiceRate()
 
@@ -110,6 +111,9 @@ class EngineLoop:
     def _take_in(self) -> None:
         """Everything that waits in the inbox; when there is nothing to compute, wait for something."""
         events = StepEvents()
+        again, self._postponed = self._postponed, []
+        for arrival in again:
+            self._admit_when_closed(arrival, events)
         wait = not self.core.has_work
         while True:
             try:
@@ -118,9 +122,7 @@ class EngineLoop:
                 break
             wait = False
             if isinstance(item, Arrival):
-                self._admit(item, events)
-                self.intake.num_admitted += len(item.choices)  # once the scheduler counts it: it is here or on its way, at any time
-                self.intake.tokens_admitted += len(item.source.prompt_token_ids) // TOKEN_BYTES
+                self._admit_when_closed(item, events)
             elif isinstance(item, Forget):
                 self._forget(item)
             elif isinstance(item, StoreOutputs):
@@ -131,11 +133,21 @@ class EngineLoop:
         if events:
             self.publisher.put(events)
 
+    def _admit_when_closed(self, arrival: Arrival, events: StepEvents) -> None:
+        """A request that was forgotten here may come again, from a dead engine, before its choices have closed."""
+        if self.held.is_closing(arrival.source.request_id):
+            self._postponed.append(arrival)
+        else:
+            self._admit(arrival, events)
+            self._count_admitted(arrival)
+
+    def _count_admitted(self, arrival: Arrival) -> None:
+        """Once the scheduler counts it: a request is here or on its way, at any time."""
+        self.intake.num_admitted += len(arrival.choices)
+        self.intake.tokens_admitted += len(arrival.source.prompt_token_ids) // TOKEN_BYTES
+
     def _admit(self, arrival: Arrival, events: StepEvents) -> None:
         source = arrival.source
-        if self.held.get(source.request_id) is not None:  # a take sent twice may give its entries twice: they are one request
-            logger.warning("request %s is held already", source.request_id)
-            return
         held = HeldRequest(source, arrival.choices, folded=arrival.folded)
         orders = (*arrival.orders, *self.held.add(held))
         held.promises += orders
@@ -261,12 +273,14 @@ class EngineLoop:
             if held is not None:
                 held.is_foreign = True
                 self.core.finish(request_id)
+        for arrival in [each for each in self._postponed if each.source.request_id in command.ids]:
+            self._postponed.remove(arrival)
+            self._count_admitted(arrival)
 
     def _store_outputs(self, events: StepEvents) -> None:
         """All that the requests held here have put out, for a checkpoint."""
         for held in self.held.all():
-            if not held.is_foreign:
-                events.stored.append((held.source.request_id, self._whole_output(held).as_message(held.source.handle)))
+            events.stored.append((held.source.request_id, self._whole_output(held).as_message(held.source.handle)))
 
     def _hand_over(self, blame: bool) -> None:
         """Flush what is there, then leave the rest to the next engine: it goes on with the output that Redis has. `blame`: one of

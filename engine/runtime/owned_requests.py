@@ -20,7 +20,6 @@ GOES_WELL_TOKENS = 64  # output tokens after which a request is no reason of the
 @dataclass
 class OwnedRequest:
     source: EngineCoreRequest  # with the API server and handle that it is attached to now
-    entry: str  # id in the requests stream
     attempts: int = 0  # engines that died with it, one after the other
     num_tokens: int = 0  # of output since it was taken; counted only while `attempts` count
     attachments: list[tuple[str, int]] = field(default_factory=list)  # (API server, handle) that outputs of this engine bear

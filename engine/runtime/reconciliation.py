@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.bus import failover
 from engine.bus.enqueue import first_fields
+from engine.bus.failover import Difference
 from engine.protocol import encode
 from engine.runtime.owned_requests import OwnedRequest, OwnedRequests
 from engine.runtime.slot_owner import SlotOwner
@@ -40,32 +41,36 @@ class Reconciler:
     def run(self, ended: Sequence[OwnedRequest] = ()) -> None:
         """Compare, and mend both sides. `ended`: requests whose end Redis may have lost; they come to run in Redis again, so that
         their end can be sent again. Safe on any thread. Raises BusUnavailable, Fenced."""
-        owner = self._owner
         with self._owned.taking:
-            everything = {each.source.request_id: each for each in (*ended, *self._owned.all())}
-            held = [(request_id, each.entry) for request_id, each in everything.items()]
-            found = owner.run(failover.reconcile(owner.model, owner.slot, owner.incarnation, owner.fingerprint, held))
-            if found.unknown:
-                self._rebuild([everything[request_id] for request_id in found.unknown])
-            self._drop(frozenset(found.foreign) - {each.source.request_id for each in ended})
-            if found.returned:
-                logger.warning("%d requests in flight were not held here: they wait again", found.returned)
+            held = {each.source.request_id: each for each in (*ended, *self._owned.all())}
+            while (found := self._compare(list(held))).unknown:
+                aborted = self._rebuild([held[request_id] for request_id in found.unknown])
+                self._drop(aborted)
+                for request_id in aborted:
+                    del held[request_id]
+            self._drop(set(found.foreign) - {each.source.request_id for each in ended})
 
-    def _rebuild(self, lost: list[OwnedRequest]) -> None:
+    def _compare(self, ids: list[str]) -> Difference:
+        owner = self._owner
+        found = owner.run(failover.reconcile(owner.model, owner.slot, owner.incarnation, owner.fingerprint, ids))
+        if found.returned:
+            logger.warning("%d requests in flight were not held here: they wait again", found.returned)
+        return found
+
+    def _rebuild(self, lost: list[OwnedRequest]) -> set[str]:
+        """Put requests back that Redis has forgotten. Returns the ids of those that were aborted meanwhile."""
         owner = self._owner
         logger.warning("Redis has forgotten %d requests of this engine: they are put back", len(lost))
         requests = [(each.source.request_id, encode(each.source), first_fields(each.source, owner.model)) for each in lost]
-        entries = owner.run(failover.rebuild(owner.model, owner.slot, owner.incarnation, owner.fingerprint, requests))
-        for each, entry in zip(lost, entries, strict=True):
-            each.entry = entry
-        self._drop(frozenset(each.source.request_id for each in lost if not each.entry))
+        aborted = owner.run(failover.rebuild(owner.model, owner.slot, owner.incarnation, owner.fingerprint, requests))
         self.store_outputs()
+        return aborted
 
-    def _drop(self, ids: frozenset[str]) -> None:
+    def _drop(self, ids: set[str]) -> None:
         if ids:
             logger.warning("%d requests are another engine's by now, or ended: they are dropped here", len(ids))
             self._owned.remove(ids)
-            self._inbox.put(Forget(ids))
+            self._inbox.put(Forget(frozenset(ids)))
 
     def store_outputs(self) -> None:
         """Let the loop have all output of what runs stored again."""

@@ -2,7 +2,8 @@
 --
 -- KEYS ledger, then owner
 -- ARGV incarnation, slot, fingerprint, consumer, number of requests; of each: id, payload, number of field names and values, these
--- Answer: the entries, in the order of the requests; '' for a request that Redis knows after all, or that was aborted meanwhile.
+-- Answer: ids of the requests that were aborted meanwhile. One that Redis knows after all stays as it is: its API server enqueued it
+-- again, perhaps, and `reconcile` says whose it is.
 
 local OWNER = KEYS[OWN_KEYS + 1]
 local incarnation, slot, fingerprint, consumer, count = unpack(ARGV)
@@ -10,16 +11,17 @@ local incarnation, slot, fingerprint, consumer, count = unpack(ARGV)
 local refused = not_owner(OWNER, incarnation)
 if refused then return refused end
 
-local entries, at = {}, 6
+local aborted, at = {}, 6
 for i = 1, tonumber(count) do
   local id, payload, length = ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2])
   local fields = {unpack(ARGV, at + 3, at + 2 + length)}
   at = at + 3 + length
-  entries[i] = ''
-  if redis.call('EXISTS', RECORD .. id, TOMBSTONE .. id) == 0 then
-    entries[i] = add_entry(id, payload, fields)
+  if redis.call('EXISTS', TOMBSTONE .. id) == 1 then
+    aborted[#aborted + 1] = id
+  elseif redis.call('EXISTS', RECORD .. id) == 0 then
+    local entry = add_entry(id, payload, fields)
     add_request(field_of(fields, 'tenant'), field_of(fields, 'client'), tonumber(field_of(fields, 'n')), 1)
-    give_to(id, entries[i], slot, incarnation, fingerprint, consumer)
+    give_to(id, entry, slot, incarnation, fingerprint, consumer)
   end
 end
-return entries
+return aborted

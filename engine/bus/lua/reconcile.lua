@@ -1,14 +1,14 @@
 -- reconcile: what an engine holds and what Redis says it has in flight become the same, after a restart of Redis or a lost connection.
 --
 -- KEYS ledger, then owner
--- ARGV incarnation, slot, fingerprint, consumer, number of requests held; of each: id, entry
+-- ARGV incarnation, slot, fingerprint, consumer, ids of the requests held
 -- Answer: ids that Redis does not know, ids that the engine must drop, and how many requests it had in flight and does not hold.
 --
 -- Held but queued in Redis (the take was rolled back): claimed. Held but ended, or another engine's: to be dropped. Pending but not
 -- held: queued again.
 
 local OWNER = KEYS[OWN_KEYS + 1]
-local incarnation, slot, fingerprint, consumer, count = unpack(ARGV)
+local incarnation, slot, fingerprint, consumer = unpack(ARGV)
 
 local refused = not_owner(OWNER, incarnation)
 if refused then return refused end
@@ -33,14 +33,15 @@ local function claim_back(id, record)
   end
 end
 
-for i = 1, tonumber(count) do
-  local id, entry = ARGV[4 + 2 * i], ARGV[5 + 2 * i]
+for i = 5, #ARGV do
+  local id = ARGV[i]
   local record = redis.call('HMGET', RECORD .. id, 'state', 'incarnation', 'entry', 'tenant', 'n', 'prompt_tokens', 'fingerprint')
   if not record[1] then
     unknown[#unknown + 1] = id
   elseif record[1] == 'queued' then
     claim_back(id, record)
   elseif record[1] == 'running' and record[2] == incarnation then
+    local entry = record[3]
     held[entry] = true
     if #redis.call('XPENDING', REQUESTS, GROUP, entry, entry, 1, consumer) == 0 then claim_back(id, record) end
   else

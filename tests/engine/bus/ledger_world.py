@@ -56,7 +56,6 @@ class Engine:
         self.flushes = itertools.count(1)
         self.takes = itertools.count(1)
         self.running: list[str] = []
-        self.entries: dict[str, str] = {}  # of all that it took, by id
         self.fingerprint = "f"
 
 
@@ -116,7 +115,6 @@ class World:
         taken = self.bus.run(self.take_call(engine, count, places, room, **how))
         ids = [decode_request(each.payload).request_id for each in taken]
         engine.running += ids
-        engine.entries |= dict(zip(ids, (each.entry for each in taken), strict=True))
         return ids
 
     def flush_call(
@@ -136,12 +134,10 @@ class World:
         return self.bus.run(journals.checkpoint(self.model, engine.slot, engine.incarnation, parts, flushed))
 
     def reconcile(self, engine: Engine, *held: str) -> Difference:
-        """`held`: of the ids; their entries are what the records say, or said when the engine took them."""
-        pairs = [(name, engine.entries.get(name, "0-1")) for name in held]
         place = (self.model, engine.slot, engine.incarnation, engine.fingerprint)
-        return self.bus.run(failover.reconcile(*place, pairs))
+        return self.bus.run(failover.reconcile(*place, held))
 
-    def rebuild(self, engine: Engine, *requests: EngineCoreRequest) -> list[str]:
+    def rebuild(self, engine: Engine, *requests: EngineCoreRequest) -> set[str]:
         place = (self.model, engine.slot, engine.incarnation, engine.fingerprint)
         rebuilt = [(request.request_id, encode(request), first_fields(request, self.model)) for request in requests]
         return self.bus.run(failover.rebuild(*place, rebuilt))

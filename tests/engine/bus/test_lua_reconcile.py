@@ -119,8 +119,7 @@ def test_after_a_wipe_an_engine_puts_its_requests_back(world: World) -> None:
     world.take(engine, 2)
     wipe(world, engine)
     assert world.reconcile(engine, "a", "b") == Difference(["a", "b"], [], 0)
-    engine.entries = dict(zip("ab", world.rebuild(engine, *requests), strict=True))
-    assert engine.entries == {name: entry for entry, name in world.entries().items()}
+    assert world.rebuild(engine, *requests) == set()
     record = world.record("a")
     assert (record.state, record.engine, record.n, record.tenant, record.prompt_tokens) == ("running", engine.slot, 2, "t", 7)
     world.check_integrity()
@@ -137,9 +136,47 @@ def test_rebuilding_twice_makes_one_request(world: World) -> None:
     engine = world.engine()
     world.take(engine)
     wipe(world, engine)
-    assert [bool(entry) for _ in range(2) for entry in world.rebuild(engine, request)] == [True, False]
+    for _ in range(2):
+        assert world.rebuild(engine, request) == set()
+        assert world.reconcile(engine, "a") == SAME
+        world.check_integrity()
     world.end(engine, "a")
-    assert world.rebuild(engine, request) == [""], "it has ended"
+    assert world.rebuild(engine, request) == set()
+    assert world.reconcile(engine, "a") == Difference([], ["a"], 0), "it has ended"
+    world.check_integrity()
+
+
+def test_what_its_api_server_enqueued_again_is_the_engines_that_holds_it(world: World) -> None:
+    """After a wipe, between the engine's look and its putting back."""
+    request = world.request("a", n=2)
+    world.enqueue(request)
+    engine = world.engine()
+    world.take(engine)
+    wipe(world, engine)
+    assert world.reconcile(engine, "a").unknown == ["a"]
+    world.enqueue(request)
+    assert world.rebuild(engine, request) == set()
+    assert world.queued() == ["a"]
+    assert world.reconcile(engine, "a") == SAME
+    assert (world.queued(), world.record("a").state) == ([], "running")
+    world.check_integrity()
+    world.end(engine, "a")
+    world.check_integrity()
+
+
+def test_a_request_that_was_put_back_under_another_entry_is_still_held(world: World) -> None:
+    """The engine knows ids alone: which entry is whose, only Redis says."""
+    request = world.request("a")
+    world.enqueue(request)
+    engine = world.engine()
+    world.take(engine)
+    old = world.record("a").entry
+    wipe(world, engine)
+    world.rebuild(engine, request)
+    assert world.record("a").entry != old
+    world.raw.xack(keys.requests(world.model), keys.GROUP, world.record("a").entry)
+    assert world.reconcile(engine, "a") == SAME
+    assert world.pending() == {world.record("a").entry: engine.slot}
     world.check_integrity()
 
 
@@ -150,7 +187,7 @@ def test_what_was_aborted_while_redis_had_forgotten_it_is_not_rebuilt(world: Wor
     world.take(engine)
     wipe(world, engine)
     world.finish("a")
-    assert world.rebuild(engine, request) == [""]
+    assert world.rebuild(engine, request) == {"a"}
     world.check_integrity()
 
 
@@ -167,6 +204,6 @@ def test_a_request_whose_entry_is_gone_is_rebuilt(world: World, was_taken: bool)
         world.roll_back_over(lambda: world.take(engine))
     world.raw.xdel(keys.requests(world.model), outcome.entries[0])
     assert world.reconcile(engine, "a") == Difference(["a"], [], 0)
-    (entry,) = world.rebuild(engine, request)
-    assert entry and world.record("a").state == "running"
+    assert world.rebuild(engine, request) == set()
+    assert world.record("a").state == "running"
     world.check_integrity()

@@ -201,11 +201,9 @@ class Walk:
     def mend(self, engine: Engine) -> None:
         """An engine sees what Redis has of its requests, and puts back what it has forgotten."""
         held = list(dict.fromkeys(engine.running))
-        found = self.world.reconcile(engine, *held)
-        if found.unknown:
-            entries = self.world.rebuild(engine, *(self.requests[name] for name in found.unknown))
-            engine.entries |= dict(zip(found.unknown, entries, strict=True))
-            found.foreign.extend(name for name, entry in zip(found.unknown, entries, strict=True) if not entry)
+        while (found := self.world.reconcile(engine, *held)).unknown:
+            aborted = self.world.rebuild(engine, *(self.requests[name] for name in found.unknown))
+            held = [name for name in held if name not in aborted]
         engine.running = [name for name in held if name not in found.foreign]
 
     def save(self) -> None:

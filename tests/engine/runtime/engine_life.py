@@ -26,6 +26,7 @@ from engine.runtime.folding import FoldedOutput, fold
 from engine.runtime.intake import Arrival
 from engine.runtime.loop import EngineLoop
 from engine.runtime.publisher import StepEvents
+from engine.runtime.reconciliation import Forget
 from engine.scheduling.step_outputs import StepOutputs
 
 CLIENT = "api:1"
@@ -53,20 +54,26 @@ class Life:
         publisher = SimpleNamespace(put=self._put)
         self.loop.attach(SimpleNamespace(), intake, publisher, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
 
-    def run(self, *arrivals: Arrival) -> Life:
+    def run(self, *items: Arrival | Abort | Forget) -> Life:
         """To the end of all requests; then the engine holds nothing."""
-        for arrival in arrivals:
-            self.loop.inbox.put(arrival)
-        if arrivals:
-            self.loop._take_in()
-        while (outputs := self.core.step()) is not None:
-            self.num_sampled += len(outputs.token_ids)
-            self.loop._give_out(outputs)
+        while self.turn(*items):
+            items = ()
         assert not len(self.loop.held)
         stats = self.core.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, self.core.limits.num_blocks - 1)
         self.core.scheduler.check_integrity()
         return self
+
+    def turn(self, *items: Arrival | Abort | Forget) -> bool:
+        """One turn of the engine's loop; False: there was nothing to do."""
+        for item in (*items, None):
+            self.loop.inbox.put(item)
+        self.loop._take_in()
+        outputs = self.core.step()
+        if outputs is not None:
+            self.num_sampled += len(outputs.token_ids)
+            self.loop._give_out(outputs)
+        return outputs is not None
 
     def _put(self, events: StepEvents) -> None:
         outputs = events.outputs or StepOutputs()
