@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 
 from engine.bus import records
+from engine.bus.call import Call
 from engine.bus.enqueue import AdmissionLimits, Refused
 from engine.client.client import AsyncClient
 from engine.protocol import (
     FinishReason,
 )
-from engine.runtime.intake import Arrival
+from engine.runtime.slot_owner import SlotOwner
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import LOOKAHEAD
 from tests.engine.conftest import MODEL, RunningEngine
@@ -102,13 +104,18 @@ async def test_a_prompt_that_does_not_fit_ends_with_an_error(engine: RunningEngi
     await settled(engine)
 
 
-async def test_a_request_taken_twice_runs_once(engine: RunningEngine, client: AsyncClient) -> None:
-    request = make_request(client, max_tokens=450)
+async def test_a_request_taken_twice_runs_once(engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = engine.loop.owner
+
+    def run(call: Call[Any]) -> Any:
+        answer = SlotOwner.run(owner, call)
+        return [*answer, *answer] if call.script is not None and call.script.name == "take" else answer
+
+    monkeypatch.setattr(owner, "run", run)
+    request = make_request(client)
     (stream,) = await add(client, request)
-    await stream.has_tokens()
-    engine.loop.inbox.put(Arrival(request, engine.core.make_requests(request, 1.0, 1.0)))
-    tokens, _ = await stream.whole()
-    assert tokens == [expected(request)]
+    tokens, ends = await stream.whole()
+    assert tokens == [expected(request)] and ends[0].reason is FinishReason.LENGTH
     await settled(engine)
 
 
