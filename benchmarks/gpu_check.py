@@ -30,7 +30,7 @@ from benchmarks.text_table import text_table
 
 OPERATIONS = (
     "rms_norm", "add_rms_norm", "silu_mul", "rope", "kv_write", "rope_kv_write", "attention", "gumbel", "penalties", "logit_bias",
-    "min_p", "top_k_top_p", "logprobs", "w4a16", "w8a8", "moe",
+    "token_mask", "min_p", "top_k_top_p", "logprobs", "w4a16", "w8a8", "moe",
 )  # fmt: skip
 CHECKS = [*(f"check {operation}" for operation in OPERATIONS), "check model"]
 TIMES = ["roofline", "time model", *(f"time {operation}" for operation in OPERATIONS), "time transformers"]

@@ -28,6 +28,7 @@ from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope
 from kernels.rope_kv_write import rope_kv_write
 from kernels.silu_mul import silu_mul
+from kernels.token_mask import apply_token_mask
 from kernels.top_k_top_p import apply_top_k_top_p
 from kernels.w4a16 import linear_w4a16
 from kernels.w8a8 import linear_w8a8
@@ -332,6 +333,13 @@ def _penalties(device: torch.device, sizes: Sizes, rows: int, length: int) -> Tr
     return Trial(apply_penalties, reference.apply_penalties, arguments, _num_bytes(token_ids) + 2 * touched, changed=(0,))
 
 
+def _token_mask(device: torch.device, sizes: Sizes, rows: int) -> Trial:
+    logits = _logits(device, sizes, rows)
+    masks = torch.randint(-(2**31), 2**31, (rows, -(-sizes.vocab // 32)), device=device).int()
+    arguments = (logits, torch.arange(rows, device=device), masks)
+    return Trial(apply_token_mask, reference.apply_token_mask, arguments, _num_bytes(logits) // 2 + _num_bytes(masks), changed=(0,))
+
+
 def _logit_bias(device: torch.device, sizes: Sizes, rows: int) -> Trial:
     pairs = torch.randperm(rows * sizes.vocab)[: 20 * rows].to(device)
     arguments = (_logits(device, sizes, rows), pairs // sizes.vocab, pairs % sizes.vocab, torch.randn(len(pairs), device=device))
@@ -404,6 +412,7 @@ def _sampling(
     name, dtype = f"{rows} x {sizes.vocab}", torch.float32
     yield Case("penalties", f"{name}, {length} tokens", dtype, lambda device: _penalties(device, sizes, rows, length))
     yield Case("logit_bias", name, dtype, lambda device: _logit_bias(device, sizes, rows), EXACT)
+    yield Case("token_mask", name, dtype, lambda device: _token_mask(device, sizes, rows), EXACT)
     yield Case("min_p", name, dtype, lambda device: _min_p(device, sizes, rows), EXACT)
     for top_k, top_p in filters:
         make = lambda device, top_k=top_k, top_p=top_p: _top_k_top_p(device, sizes, rows, top_k, top_p)  # noqa: E731

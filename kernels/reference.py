@@ -110,6 +110,12 @@ def apply_penalties(
         logits[i] -= presence[i] * (counts > 0)
 
 
+def apply_token_mask(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    is_allowed = (masks[:, tokens // 32] >> (tokens % 32)) & 1 == 1
+    logits[rows] = logits[rows].masked_fill(~is_allowed, -torch.inf)
+
+
 def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
     vocab = logits.shape[1]
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
