@@ -15,7 +15,8 @@ from msgspec import Meta
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from gpu.plan import GREEDY_EPSILON as GREEDY_EPSILON  # part of a request: API servers take these from here
+from gpu.plan import GRAMMAR_LIMITS as GRAMMAR_LIMITS  # part of a request: API servers take these from here
+from gpu.plan import GREEDY_EPSILON as GREEDY_EPSILON
 from gpu.plan import INVALID_REQUEST as INVALID_REQUEST
 from gpu.plan import Count, Int64
 from gpu.plan import SamplingParams as SamplingParams
@@ -126,8 +127,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, frozen=True):
         answer, sampling = self.facts.answer, self.sampling
         shown = answer.echo or answer.token_ids or sampling.prompt_logprobs is not None
         prompt = self.prompt_token_ids if shown else self.prompt_token_ids[-4 * OUTLINE_TOKENS :]
-        if sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words_token_ids:
-            sampling = replace(sampling, logit_bias={}, allowed_token_ids=[], bad_words_token_ids=[])
+        if sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words_token_ids or sampling.grammar:
+            sampling = replace(sampling, logit_bias={}, allowed_token_ids=[], bad_words_token_ids=[], grammar="")
         return RequestOutline(sampling, len(self.prompt_token_ids) // 4, prompt, self.facts)
 
 

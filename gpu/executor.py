@@ -17,6 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -31,8 +32,10 @@ from gpu.worker import (
     Allocated,
     AllocateKV,
     Command,
+    CompileGrammar,
     Execute,
     Failed,
+    GrammarCompiled,
     Load,
     Loaded,
     Logged,
@@ -100,6 +103,11 @@ class Executor(ABC):
         """Hands the step to all ranks; `mp` does not wait for it. Raises WorkerError."""
 
     @abstractmethod
+    def compile_grammar(self, grammar: str) -> Future[str]:
+        """Has all ranks compile it, beside the steps. The result is why it cannot be compiled, or ""; it never comes when the
+        workers fail before. Raises WorkerError."""
+
+    @abstractmethod
     def collect(self) -> ModelRunnerOutput:
         """Waits for the oldest step submitted. Raises WorkerError when a rank raised or died."""
 
@@ -163,6 +171,9 @@ class UniProcExecutor(Executor):
             self._outputs.append(runner.execute(plan))
             runner.rest()
 
+    def compile_grammar(self, grammar: str) -> Future[str]:
+        return self._started_runner().compile_grammar(grammar)
+
     def collect(self) -> ModelRunnerOutput:
         self.check_health()
         if not self._outputs:
@@ -192,6 +203,21 @@ class UniProcExecutor(Executor):
             self._fail(WorkerError(f"rank 0 failed {doing}: {describe(error)}", is_permanent(error)))
 
 
+class Compilation:
+    """A grammar on its way through all ranks."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.done: Future[str] = Future()
+        self.why_not = ""
+        self._num_left = num_ranks
+
+    def note(self, why_not: str) -> bool:
+        """A rank has answered; True: it was the last one."""
+        self.why_not = self.why_not or why_not
+        self._num_left -= 1
+        return self._num_left == 0
+
+
 class MultiprocExecutor(Executor):
     """A process a rank. Every rank gets every step, rank 0 answers.
 
@@ -205,6 +231,8 @@ class MultiprocExecutor(Executor):
         self._ranks: list[RankProcess] = []
         self._replies: SimpleQueue[tuple[int, Report] | None] = SimpleQueue()  # None: there will be no more
         self._steps: deque[int] = deque()  # submitted, not collected
+        self._compilations: dict[str, Compilation] = {}  # by grammar
+        self._compiling = threading.Lock()
         self._phase = LOADING
         self._watcher: threading.Thread | None = None
         self._shutdown_lock = threading.Lock()
@@ -248,6 +276,15 @@ class MultiprocExecutor(Executor):
         command = Execute(encode(plan))
         self._steps.append(plan.step)
         self._send(command)
+
+    def compile_grammar(self, grammar: str) -> Future[str]:
+        self._check_started()
+        with self._compiling:
+            compilation = self._compilations.get(grammar)
+            if compilation is None:
+                compilation = self._compilations[grammar] = Compilation(len(self._ranks))
+                self._send(CompileGrammar(grammar))
+        return compilation.done
 
     def collect(self) -> ModelRunnerOutput:
         self.check_health()
@@ -398,9 +435,20 @@ class MultiprocExecutor(Executor):
             rank.trouble = Trouble(report.when, reason, report.permanent)
         elif isinstance(report, Logged):
             rank.log(report)
+        elif isinstance(report, GrammarCompiled):
+            self._note_compiled(report)
         else:
             self._replies.put((rank.index, report))
         return True
+
+    def _note_compiled(self, report: GrammarCompiled) -> None:
+        with self._compiling:
+            compilation = self._compilations[report.grammar]
+            is_last = compilation.note(report.why_not)
+            if is_last:
+                del self._compilations[report.grammar]
+        if is_last:
+            compilation.done.set_result(compilation.why_not)
 
     def _end(self, reason: str, permanent: bool = False) -> None:
         for rank in self._ranks:

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 
 import msgspec
@@ -18,7 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu.config import Capacity, WorkerConfig
-from gpu.plan import Int32Array, ModelRunnerOutput, NewRequest, PromptLogprobs, SampledLogprobs, SamplingParams, SchedulerOutput
+from gpu.plan import (
+    INVALID_REQUEST,
+    Int32Array,
+    ModelRunnerOutput,
+    NewRequest,
+    PromptLogprobs,
+    SampledLogprobs,
+    SamplingParams,
+    SchedulerOutput,
+)
 
 ENVIRONMENT_VARIABLE = "HEADRACE_NULL_RUNNER"
 BYTES_PER_TOKEN = 1024  # what a token's KV is said to take; nothing is allocated
@@ -134,6 +144,11 @@ class NullRunner:
             kept = ~np.isin(rows, list(failed_rows))
             rows, token_ids = rows[kept], token_ids[kept]
         return ModelRunnerOutput(plan.step, rows, token_ids, logprobs, prompt_logprobs, failed_rows, time.perf_counter() - started)
+
+    def compile_grammar(self, grammar: str) -> Future[str]:
+        compiled: Future[str] = Future()
+        compiled.set_result(f"{INVALID_REQUEST}the null model has no tokenizer that a grammar could be about")
+        return compiled
 
     def rest(self) -> None:
         pass

@@ -21,6 +21,17 @@ Float32Array = NDArray[np.float32]
 GREEDY_EPSILON = 1e-5  # a temperature below this means argmax
 INVALID_REQUEST = "Invalid request: "  # begins an error whose cause is the request's own fields: it would fail anywhere
 MOST_CHOICES = 16384  # of one prompt
+# llguidance's limits (LLParserLimits): what compiling a grammar may cost, and each of its masks, before it counts as too complex.
+# API servers and workers have the same ones. In a millisecond about 50,000 units of fuel burn in compiling, and 14,000 in masks.
+GRAMMAR_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
 
 # The values that columns and kernels can hold. Decoding a struct with another value, NaN included, raises an error.
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -50,6 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[TokenId, Penalty] = {}
     allowed_token_ids: list[TokenId] = []  # empty: all
     bad_words_token_ids: list[list[TokenId]] = []
+    grammar: str = ""  # of llguidance, as JSON or Lark, that the output matches; empty: any output
     max_tokens: Count = 16  # resolved to the context's room when the client gave none; 0: only the prompt is scored
     min_tokens: Count = 0
     ignore_eos: bool = False

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
@@ -48,7 +49,11 @@ class Execute(msgspec.Struct, array_like=True, tag=2):
     plan: bytes  # SchedulerOutput as `gpu.plan.encode` makes it
 
 
-Command = Load | AllocateKV | Execute
+class CompileGrammar(msgspec.Struct, array_like=True, tag=3):
+    grammar: str
+
+
+Command = Load | AllocateKV | Execute | CompileGrammar
 
 
 class Progress(msgspec.Struct, array_like=True, tag=0):
@@ -79,7 +84,12 @@ class Logged(msgspec.Struct, array_like=True, tag=4):
     created: float  # seconds since the epoch
 
 
-Report = Progress | Loaded | Allocated | Failed | Logged
+class GrammarCompiled(msgspec.Struct, array_like=True, tag=5):
+    grammar: str
+    why_not: str  # "": it is compiled
+
+
+Report = Progress | Loaded | Allocated | Failed | Logged | GrammarCompiled
 
 _encoder = msgspec.msgpack.Encoder()
 encode_command: Callable[[Command], bytes] = _encoder.encode
@@ -95,6 +105,7 @@ class Runner(Protocol):
     def capacity(self) -> Capacity: ...
     def allocate_kv(self, num_blocks: int, max_model_len: int) -> None: ...
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput: ...
+    def compile_grammar(self, grammar: str) -> Future[str]: ...
     def rest(self) -> None: ...
 
 
@@ -207,6 +218,9 @@ class Worker:
             output = self._runner.execute(plan)
             if self.rank == 0:
                 self.commands.send_bytes(encode(output))
+        elif isinstance(command, CompileGrammar):
+            compiled, grammar = self._runner.compile_grammar(command.grammar), command.grammar
+            compiled.add_done_callback(lambda done: self.report(GrammarCompiled(grammar, done.result())))
         else:
             self._doing = "while allocating the KV cache"
             self._runner.allocate_kv(command.num_blocks, command.max_model_len)

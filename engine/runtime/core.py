@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -100,6 +101,10 @@ class EngineCore:
     ) -> None:
         """End a request (or one choice) from outside, as far as it lives. It comes in a step's outputs when its blocks are free."""
         self.scheduler.finish(request_id, choice, reason, keep, stop_reason, error, self.clock())
+
+    def compile_grammar(self, grammar: str) -> Future[str]:
+        """On the workers, beside the steps. The result is why it cannot be compiled, or "". Safe on any thread."""
+        return self.executor.compile_grammar(grammar)
 
     def step(self) -> StepOutputs | None:
         """Plan and submit the next step, then take in the oldest one that is out. None when there is nothing to do.

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -50,6 +51,7 @@ class Arrival:
     choices: list[Request]
     folded: FoldedOutput | None = None  # what dead engines made of it: the choices go on behind that
     orders: tuple[Abort, ...] = ()  # ends that were ordered of a dead engine
+    grammar: Future[str] | None = None  # why its grammar cannot be compiled, or ""; None: it has none
 
 
 class Room(NamedTuple):
@@ -229,7 +231,10 @@ class Intake:
             if folded:
                 reach("folded")
             choices = self._core.make_requests(source, taken.enqueued, taken.taken, folded)
-            self._inbox.put(Arrival(source, choices, folded, orphan.orders if orphan else ()))
+            grammar = self._core.compile_grammar(source.sampling.grammar) if source.sampling.grammar else None
+            self._inbox.put(Arrival(source, choices, folded, orphan.orders if orphan else (), grammar))
+            if grammar is not None:
+                grammar.add_done_callback(lambda compiled: self._inbox.put(None))  # the loop may admit it now
         except (BusUnavailable, Fenced):  # the engine stops, and the request is the next one's
             raise
         except Unrunnable as error:

@@ -51,7 +51,7 @@ class EngineLoop:
         self._stopping = False
         self._deadline = math.inf  # monotonic
         self._failure: BaseException | None = None
-        self._postponed: list[Arrival] = []  # requests that come again before this engine has closed them
+        self._postponed: list[Arrival] = []  # requests that cannot be admitted yet
         self._pressure = KVPressure(core.limits)
         self._service_rate = ServiceRate()
 
@@ -113,7 +113,7 @@ class EngineLoop:
         events = StepEvents()
         again, self._postponed = self._postponed, []
         for arrival in again:
-            self._admit_when_closed(arrival, events)
+            self._admit_when_ready(arrival, events)
         wait = not self.core.has_work
         while True:
             try:
@@ -122,7 +122,7 @@ class EngineLoop:
                 break
             wait = False
             if isinstance(item, Arrival):
-                self._admit_when_closed(item, events)
+                self._admit_when_ready(item, events)
             elif isinstance(item, Forget):
                 self._forget(item)
             elif isinstance(item, StoreOutputs):
@@ -133,9 +133,11 @@ class EngineLoop:
         if events:
             self.publisher.put(events)
 
-    def _admit_when_closed(self, arrival: Arrival, events: StepEvents) -> None:
-        """A request that was forgotten here may come again, from a dead engine, before its choices have closed."""
-        if self.held.is_closing(arrival.source.request_id):
+    def _admit_when_ready(self, arrival: Arrival, events: StepEvents) -> None:
+        """A request that was forgotten here may come again, from a dead engine, before its choices have closed. A grammar is
+        compiled first."""
+        is_compiled = arrival.grammar is None or arrival.grammar.done()
+        if self.held.is_closing(arrival.source.request_id) or not is_compiled:
             self._postponed.append(arrival)
         else:
             self._admit(arrival, events)
@@ -156,6 +158,9 @@ class EngineLoop:
             request.client = client
             if request.status.finished:  # another engine ended it and counted that; its client may not know yet
                 self._close(request, events)
+        if arrival.grammar is not None and (why_not := arrival.grammar.result()):
+            self._end(held, why_not, events)
+            return
         try:
             for request in held.choices:
                 if not request.status.finished:

@@ -6,12 +6,15 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 import torch
+from llguidance import LLTokenizer
 
 from gpu import machine
 from gpu.checkpoint.packed_weights import open_weights, packed_name
+from gpu.checkpoint.tokenizer_files import load_tokenizer_files
 from gpu.checkpoint.weights import Checkpoint
 from gpu.config import Capacity, WorkerConfig
 from gpu.distributed import TensorParallelGroup
@@ -23,6 +26,7 @@ from gpu.numerics import DTYPES, Numerics
 from gpu.plan import Int32Array, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
 from gpu.runner.core_lock import Cores
 from gpu.runner.cuda_graphs import CudaGraphs, PaddedDecode, capture_sizes
+from gpu.runner.grammars import Grammars, TokenMasks
 from gpu.runner.input_batch import OVERRUN, Batch, Step
 from gpu.runner.profile import Profiler
 from gpu.runner.sampler import Sampler, top_logprobs
@@ -53,6 +57,7 @@ class ModelRunner:
         self.kv_dtype = _kv_dtype(config.cache.kv_cache_dtype, self.numerics)
         self.graph_sizes = capture_sizes(config.model.cuda_graph_sizes, config.max_num_seqs)
         self.sampler = Sampler(config.model.logprobs_mode)
+        self.grammars = Grammars(checkpoint.config.vocab_size, self._grammar_tokenizer)
 
     def _choose_numerics(self) -> Numerics:
         model, checkpoint = self.config.model, self.checkpoint
@@ -124,20 +129,28 @@ class ModelRunner:
         started = time.perf_counter()
         batch = self.batch
         batch.apply(plan)
+        self._note_grammars(plan)
         if not len(plan.rows):
             return _make_output(plan.step, seconds=time.perf_counter() - started)
         step = batch.make_step(plan)
+        masks = self.grammars.fill(step.sampled_rows, batch.histories)
         computed, num_threads = self._compute_step(
             step, shares_kv=any(request.num_computed_tokens for request in plan.new_requests)
         )
         prompt_logprobs = self._prompt_logprobs(step, [hidden for hidden, _ in computed])
         output = _make_output(plan.step, prompt_logprobs=prompt_logprobs)
         output.num_threads = num_threads
-        sampled = self._sample(step, _join([logits for _, logits in computed]), output) if len(step.sampled) else output.token_ids
+        sampled = output.token_ids
+        if len(step.sampled):
+            sampled = self._sample(step, _join([logits for _, logits in computed]), masks.result() if masks else None, output)
         batch.advance(step, sampled)
         output.failed_rows = batch.failed_of(step)
         output.forward_seconds = time.perf_counter() - started
         return output
+
+    def compile_grammar(self, grammar: str) -> Future[str]:
+        """Safe on any thread. The result is why it cannot be compiled, or ""."""
+        return self.grammars.compile(grammar)
 
     def rest(self) -> None:
         """No step comes soon: what is kept from step to step is given back."""
@@ -169,10 +182,21 @@ class ModelRunner:
         hidden = self.model.forward(step.token_ids[part.tokens], step.positions[part.tokens], self.kv, part.attention)
         return hidden, self.model.logits(hidden[part.last_tokens])
 
-    def _sample(self, step: Step, logits: torch.Tensor, output: ModelRunnerOutput) -> Int32Array:
+    def _note_grammars(self, plan: SchedulerOutput) -> None:
+        for row in plan.freed_rows:
+            self.grammars.clear(row)
+        for request in plan.new_requests:
+            if request.sampling.grammar:
+                self.grammars.set(request.row, request.sampling.grammar)
+
+    def _grammar_tokenizer(self) -> LLTokenizer:
+        files = load_tokenizer_files(self.config.model.model)
+        return LLTokenizer(files.tokenizer_json, n_vocab=self.model.config.vocab_size, eos_token=files.eos_token_ids)
+
+    def _sample(self, step: Step, logits: torch.Tensor, masks: TokenMasks | None, output: ModelRunnerOutput) -> Int32Array:
         """Puts the tokens of rows that did not fail into `output`; returns those of all [num_sampled]."""
         rows, failed = step.sampled_rows, self.batch.failed_rows
-        sampled = self.sampler(logits, rows, self.batch.sampling, self.batch.histories)
+        sampled = self.sampler(logits, rows, self.batch.sampling, self.batch.histories, masks)
         for place, reason in sampled.failed.items():
             failed.setdefault(int(rows[place]), reason)
         kept = ~np.isin(rows, list(failed)) if failed else slice(None)

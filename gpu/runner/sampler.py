@@ -1,7 +1,7 @@
 """From logits to tokens: what each row's SamplingParams ask, in vLLM's order.
 
-Allowed ids, bad words, min_tokens, logit bias, penalties, temperature, min-p, top-k, top-p, then argmax with Gumbel noise (or
-without, where the row is greedy). A feature that no row of the batch asks for costs one look at a flag column.
+Grammar, allowed ids, bad words, min_tokens, logit bias, penalties, temperature, min-p, top-k, top-p, then argmax with Gumbel noise
+(or without, where the row is greedy). A feature that no row of the batch asks for costs one look at a flag column.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import numpy as np
 import torch
 
 from gpu.plan import INVALID_REQUEST, Int32Array, SampledLogprobs
+from gpu.runner.grammars import TokenMasks
 from gpu.runner.sampling_table import SamplingTable
 from gpu.runner.token_rules import Histories
 from kernels.gumbel import gumbel_argmax
 from kernels.logprobs import gather_logprobs
 from kernels.min_p import apply_min_p
 from kernels.penalties import apply_penalties
+from kernels.token_mask import apply_token_mask
 from kernels.top_k_top_p import apply_top_k_top_p
 
 NO_TOKEN = f"{INVALID_REQUEST}its sampling parameters leave no token to choose"
@@ -35,11 +37,16 @@ class Sampler:
     def __init__(self, logprobs_mode: str) -> None:
         self.raw_logprobs = logprobs_mode == "raw_logprobs"
 
-    def __call__(self, logits: torch.Tensor, rows: Int32Array, table: SamplingTable, histories: Histories) -> Sampled:
+    def __call__(
+        self, logits: torch.Tensor, rows: Int32Array, table: SamplingTable, histories: Histories, masks: TokenMasks | None = None
+    ) -> Sampled:
         """logits [num_rows, vocab] float32, changed in place; logits[i] are for the next token of row rows[i] of the tables."""
         failed = _fail_not_finite(logits)
         wanting = np.flatnonzero(table.num_logprobs[rows] >= 0)
         logprob_logits = logits[torch.from_numpy(wanting)] if len(wanting) and self.raw_logprobs else None
+        if masks is not None:
+            apply_token_mask(logits, *(torch.from_numpy(x).to(logits.device) for x in (masks.places, masks.masks)))
+            failed |= masks.failed
         table.rules.apply(logits, rows, histories)
         _apply_penalties(logits, rows, table, histories)
         greedy = table.greedy[rows]
