@@ -26,9 +26,11 @@ LIGHT_ITEMS = 1024  # of lists and maps, which are checked in 0.1 ms
 
 
 def is_light(body: CompletionRequest) -> bool:
-    """One short prompt of token ids, and nothing else to tokenize: handing it to a thread would take longer than the work."""
+    """One short prompt of token ids, and nothing to tokenize or compile: handing it to a thread would take longer than the work."""
     prompt = body.prompt
-    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], int) or body.bad_words:
+    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], int):
+        return False
+    if body.bad_words or body.response_format or body.structured_outputs:
         return False
     others = (body.logit_bias, body.allowed_token_ids, body.stop_token_ids)
     return len(prompt) + sum(len(each) for each in others if each) <= LIGHT_ITEMS
@@ -86,5 +88,11 @@ def _check_repetition(params: SamplingParams, num_prompts: int, limits: RequestL
         raise BadRequest(
             f"logit_bias, allowed_token_ids, stop_token_ids and bad_words have {num_entries} entries in each of {num_prompts} "
             f"prompts, more than {limits.max_repeated_entries} in all. Please send fewer prompts in one request.",
+            param="prompt",
+        )
+    if len(params.grammar) * num_prompts > limits.max_repeated_characters:
+        raise BadRequest(
+            f"The output's grammar has {len(params.grammar):,} characters in each of {num_prompts} prompts, more than "
+            f"{limits.max_repeated_characters:,} in all. Please send fewer prompts in one request.",
             param="prompt",
         )

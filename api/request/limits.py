@@ -23,6 +23,7 @@ class RequestLimits:
     # No settings: more is a mistake, or worse.
     max_stop_characters: int = 16384
     max_repeated_entries: int = 2**19  # of lists and maps, which go to the engine once a prompt
+    max_repeated_characters: int = 2**22  # of a grammar, which goes to the engine once a prompt
     max_repeated_tokens: int = 2**22  # of prompts, which the answer shows again in each choice
 
     @classmethod

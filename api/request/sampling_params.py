@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from api.errors import BadRequest
 from api.request.limits import RequestLimits
 from api.request.schemas import SamplingFields
+from api.request.structured_output import output_grammar
 from api.text.tokenizer import TextTokenizer
 from engine.protocol import GREEDY_EPSILON, SamplingParams
 
@@ -93,6 +94,7 @@ def make_sampling_params(
         repetition_penalty=values.repetition_penalty,
         logit_bias=_logit_bias(request.logit_bias, limits.vocab_size),
         allowed_token_ids=_allowed_token_ids(request.allowed_token_ids, limits.vocab_size),
+        grammar=output_grammar(request),
         bad_words_token_ids=_bad_words(request.bad_words or [], tokenizer, request_limits),
         max_tokens=max_tokens,
         min_tokens=request.min_tokens,

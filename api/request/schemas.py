@@ -47,6 +47,22 @@ class StreamOptions(ApiModel):
 class ResponseFormat(ApiModel):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = None
+    structures: Many[dict[str, Any]] | None = None
+    triggers: Many[str] | None = None
+
+
+class StructuredOutputs(ApiModel):
+    """vLLM's; one of the first six at most."""
+
+    json_: str | dict[str, Any] | bool | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Many[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
 
 
 class SamplingFields(ApiModel):
@@ -92,9 +108,10 @@ class SamplingFields(ApiModel):
     user: str | None = None
     resumable: bool | Number | None = None  # outlives its connection: for the server's time, or so many seconds
 
-    # Known, and refused with a clear word when they ask for anything (api.request.validation).
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    # Known, and refused with a clear word when they ask for anything (api.request.validation).
     use_beam_search: bool = False
     logprob_token_ids: AnyIntegers | None = None
     repetition_detection: dict[str, Any] | None = None

@@ -64,7 +64,6 @@ def _check_common(request: SamplingFields, limits: RequestLimits) -> None:
         if wanted < 0 and wanted != -1:
             raise BadRequest("`prompt_logprobs` must be a positive value or -1.", param="prompt_logprobs")
     _check_salt(request.cache_salt)
-    _check_structure(request)
     if request.use_beam_search:
         raise BadRequest("Beam search is not supported.", param="use_beam_search")
     for field in ("logprob_token_ids", "repetition_detection", "thinking_token_budget"):
@@ -77,14 +76,3 @@ def _check_salt(salt: str | None) -> None:
         return
     if not 1 <= len(salt) <= 128 or any(character in salt for character in "@/\\\0"):
         raise BadRequest("cache_salt must have 1 to 128 characters and none of @, /, \\ and NUL.", param="cache_salt")
-
-
-def _check_structure(request: SamplingFields) -> None:
-    wanted = request.response_format
-    if wanted is not None and wanted.type != "text":
-        message = f"response_format of type '{wanted.type}' is not supported: structured outputs are not available yet."
-        raise BadRequest(message, param="response_format")
-    if request.structured_outputs:
-        raise BadRequest(
-            "structured_outputs is not supported: structured outputs are not available yet.", param="structured_outputs"
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -236,3 +237,53 @@ async def test_sixteen_streams_of_a_killed_server_go_on_at_another(server: LiveS
             for choice in (await until_state(http, request_id, "ended"))["answer"]["choices"]:
                 mine, end = told[choice["index"]], (choice["finish_reason"], choice["stop_reason"])
                 assert (mine["text"], mine["ends"]) == (choice["message"]["content"], [end])
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+COMPACT = {"json": PERSON, "disable_any_whitespace": True}
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 11}, {"temperature": 1, "seed": 5, "n": 3}])
+def test_an_answer_is_of_its_schema(server: LiveServer, sampling: dict[str, Any]) -> None:
+    body = {"max_tokens": 100, **sampling, "structured_outputs": COMPACT, "prompt": "Ann is a person:"}
+    answer = server.http.post("/v1/completions", json=body, timeout=120).json()
+    for choice in answer["choices"]:
+        person = json.loads(choice["text"])
+        assert choice["finish_reason"] == "stop"
+        assert person.keys() == {"name", "age"} and isinstance(person["name"], str) and 0 <= person["age"] <= 120
+    fields = {"max_tokens": 100, **sampling, "structured_outputs": COMPACT}
+    if "n" not in sampling:
+        assert stream(server, "Ann is a person:", **fields) == (answer["choices"][0]["text"], "stop")
+
+
+def test_a_schema_holds_beside_other_wishes(server: LiveServer) -> None:
+    """Penalties, words that must not come, logprobs, a stop string in the middle."""
+    wishes = {
+        "structured_outputs": COMPACT,
+        "max_tokens": 100,
+        "presence_penalty": 1.0,
+        "bad_words": ["Ann"],
+        "logprobs": 2,
+    }
+    whole = ask(server, "Ann is a person:", **wishes)
+    assert "Ann" not in json.loads(whole["text"])["name"]
+    assert "".join(whole["logprobs"]["tokens"]).startswith(whole["text"])
+    cut = ask(server, "Ann is a person:", **wishes, stop='"age"')
+    assert (cut["text"], cut["stop_reason"]) == (whole["text"][: whole["text"].index('"age"')], '"age"')
+
+
+def test_a_choice_is_one_of_those_given(server: LiveServer) -> None:
+    for seed in range(5):
+        fields = {"structured_outputs": {"choice": ["oui", "non"]}, "temperature": 1, "seed": seed}
+        assert ask(server, "Is the sky green?", **fields)["text"] in ("oui", "non")
+
+
+def test_a_token_that_the_model_does_not_have_is_a_bad_request(server: LiveServer) -> None:
+    body = {"prompt": "x", "structured_outputs": {"grammar": "%llguidance {}\nstart: <|no_such|>"}}
+    answer = server.http.post("/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 400 and "unknown special token" in answer.json()["error"]["message"]

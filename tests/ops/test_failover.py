@@ -41,7 +41,7 @@ class Streamed:
 
 
 def body(number: int) -> dict[str, Any]:
-    """Half of them sampled; some with several choices, stop strings, penalties or logprobs."""
+    """Half of them sampled; some with several choices, stop strings, penalties, logprobs or a schema."""
     body: dict[str, Any] = {
         "prompt": f"Tale number {number}: once upon a time",
         "max_tokens": TOKENS,
@@ -58,6 +58,8 @@ def body(number: int) -> dict[str, Any]:
         body |= {"stop": ["\n\n", "zebra"], "min_tokens": 100}
     if number % 8 == 3:
         body |= {"logprobs": 2, "logit_bias": {"260": -2.0}}
+    if number % 8 in (4, 5):
+        body |= {"structured_outputs": {"json": {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 200}}}
     return body
 
 

@@ -169,18 +169,18 @@ BAD_VALUES: list[Case] = [
     ),
     chat("Tool calling is not supported by this server: omit `tool_choice`.", "tool_choice", tool_choice="auto"),
     chat(
-        "response_format of type 'json_object' is not supported: structured outputs are not available yet.",
-        "response_format",
-        response_format={"type": "json_object"},
-    ),
-    chat(
-        "response_format of type 'json_schema' is not supported: structured outputs are not available yet.",
+        "response_format of type 'json_schema' needs json_schema.schema.",
         "response_format",
         response_format={"type": "json_schema"},
     ),
     text(
-        "structured_outputs is not supported: structured outputs are not available yet.",
+        "structured_outputs.choice must not be empty or false.",
         "structured_outputs",
+        structured_outputs={"choice": []},
+    ),
+    text(
+        "Invalid request: the null model has no tokenizer that a grammar could be about",
+        None,
         structured_outputs={"regex": "a+"},
     ),
     text("Beam search is not supported.", "use_beam_search", use_beam_search=True),
