@@ -42,8 +42,8 @@ class OwnedRequest:
 
 
 class OwnedRequests:
-    """Safe on any thread. Whoever takes requests holds `taking` until they are here: without it, what Redis gave may be under
-    way."""
+    """Safe on any thread. The thread that takes requests holds `taking` until they are here: a thread without it may miss some that
+    Redis has given already."""
 
     def __init__(self) -> None:
         self.taking = threading.RLock()

@@ -4,7 +4,8 @@
 -- ARGV id, API server, handle ('': any of this server's)
 -- Answer: milliseconds of its grace time that are left, or -1 where another stream listens, or the request has ended.
 --
--- The grace time counts from the first of these calls. An API server makes one when a client goes, upkeep when an API server is gone.
+-- The grace time counts from the first of these calls. An API server makes one when a client disconnects, maintenance when an API
+-- server is dead.
 
 local id, client, handle = unpack(ARGV)
 local key = RECORD .. id

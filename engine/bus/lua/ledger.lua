@@ -251,7 +251,7 @@ local function publish_ended(id, client_channel, reason, error)
   redis.call('PUBLISH', client_channel .. record[1], cmsgpack.pack(message))
 end
 
--- The error for whoever may not write for a slot. Absent is not foreign: a wipe of Redis, after which the engine claims it again.
+-- The error for an engine that may not write for a slot; nil: it may. UNOWNED means that Redis was wiped: the engine takes its slot again.
 local function not_owner(owner_key, incarnation)
   local owner = redis.call('GET', owner_key)
   if owner == incarnation then return nil end
