@@ -15,6 +15,7 @@ from tests.api.conftest import NULL_ENGINE
 from tests.api.live_server import LiveServer, sse_events
 
 ALICE, BOB = {"Authorization": "Bearer key-a"}, {"Authorization": "Bearer key-b"}
+SEATS = 2
 LONG = {"prompt": "x", "max_tokens": 1500}  # runs for 30 s
 
 
@@ -22,7 +23,9 @@ LONG = {"prompt": "x", "max_tokens": 1500}  # runs for 30 s
 def server(smollm2_gguf: Path) -> Iterator[LiveServer]:
     keys = ("--api-key", "alice=key-a", "--api-key", "bob=key-b", "--tenant-weight", "bob=2")
     limits = ("--max-num-queued-reqs", "12", "--sse-keep-alive-interval", "0.2")
-    with LiveServer(smollm2_gguf, (*NULL_ENGINE, "--max-num-seqs", "2"), (*keys, *limits), null="step_seconds=0.02") as server:
+    with LiveServer(
+        smollm2_gguf, (*NULL_ENGINE, "--max-num-seqs", str(SEATS)), (*keys, *limits), null="step_seconds=0.02"
+    ) as server:
         yield server
 
 
@@ -45,8 +48,12 @@ class Fill:
                 await asyncio.sleep(0.02)
 
     async def _until(self, count: int) -> None:
+        """So many requests live, and as many of them run as the engine has seats for: further ones wait."""
         async with asyncio.timeout(20):
-            while len((await self._http.get("/v1/requests")).json()["data"]) != count:
+            while True:
+                states = [each["state"] for each in (await self._http.get("/v1/requests")).json()["data"]]
+                if len(states) == count and states.count("running") >= min(SEATS, count):
+                    return
                 await asyncio.sleep(0.02)
 
 
