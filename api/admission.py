@@ -11,10 +11,11 @@ from engine.bus.queue_depth import QueueDepth
 from engine.client.admission import estimated_wait, foresee, limits_by_pace, retry_after
 from engine.client.client import AsyncClient
 from engine.config import ApiConfig
-from engine.protocol import EngineInfo
+from engine.protocol import PROTOCOL_VERSION, EngineInfo
 
 POSITION_HEADER = "X-Headrace-Queue-Position"
 WAIT_HEADER = "X-Headrace-Queue-Wait"
+NO_COMMON_VERSION = "An engine of this model and this API server have no protocol version in common. Replace the older one of them."
 
 
 class Admission:
@@ -69,6 +70,16 @@ def tenant_weights(entries: Sequence[str]) -> dict[str, float]:
 
 def engines_of(client: AsyncClient, model: str) -> list[EngineInfo]:
     return [engine for engine in client.directory.engines if engine.model == model]
+
+
+def protocol_version(client: AsyncClient, model: str) -> int:
+    """In which new requests are written. Raises ServiceUnavailable where this server and the engines have none in common."""
+    handle = client.directory.models.get(model)
+    if handle is None:  # no engine any more: the queue refuses, or a new engine has come
+        return PROTOCOL_VERSION
+    if handle.protocol_version is None:
+        raise ServiceUnavailable(NO_COMMON_VERSION, headers=RETRY_AFTER)
+    return handle.protocol_version
 
 
 def queue_headers(num_before: int, engines: Sequence[EngineInfo]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import Scope
 
-from api.admission import engines_of, queue_headers, refusal_error
+from api.admission import engines_of, protocol_version, queue_headers, refusal_error
 from api.app_state import Service, principal_of, service_of
 from api.continuation import continued_stream, followed_answer, recall
 from api.errors import RETRY_AFTER, ApiError, BadRequest, IdempotencyKeyReused, ServiceUnavailable
@@ -37,7 +37,7 @@ from engine.bus.enqueue import Refused, Repeated
 from engine.client.admission import estimated_wait
 from engine.client.client import AsyncClient
 from engine.config import ApiConfig
-from engine.protocol import PROTOCOL_VERSION, EngineCoreRequest, RequestFacts, encode_column
+from engine.protocol import EngineCoreRequest, RequestFacts, encode_column
 
 B = TypeVar("B", bound=SamplingFields)
 
@@ -203,16 +203,17 @@ async def _submit(request: Request, generation: Generation, limits: TimeLimits) 
 def _engine_requests(
     scope: Scope, principal: Principal, client: AsyncClient, generation: Generation, facts: RequestFacts
 ) -> list[EngineCoreRequest]:
-    """`facts`: all but what differs from prompt to prompt."""
+    """`facts`: all but what differs from prompt to prompt. Raises BadRequest, ServiceUnavailable."""
     task = generation.task
     priority = _priority(scope, task.priority)
     if not task.model.takes_priorities:
         priority = 0
     trace = {name: value for name in TRACE_HEADERS if (value := header(scope, name.encode())) is not None}
     salt = derive_cache_salt(principal, task.cache_salt)
+    version = protocol_version(client, task.model.canonical_name)
     return [
         EngineCoreRequest(
-            PROTOCOL_VERSION,
+            version,
             internal_id,
             encode_column(prompt.token_ids),
             sampling,

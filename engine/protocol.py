@@ -21,7 +21,9 @@ from gpu.plan import INVALID_REQUEST as INVALID_REQUEST
 from gpu.plan import Count, Int64
 from gpu.plan import SamplingParams as SamplingParams
 
-PROTOCOL_VERSION = 1
+READ_VERSIONS = (1, 2)  # of requests, that an engine takes; version 1 knew no failover
+WRITTEN_VERSIONS = (2,)  # of requests; an API server writes the newest of these that all live engines of the model read
+PROTOCOL_VERSION = WRITTEN_VERSIONS[-1]
 TIMED_OUT = "The request's deadline passed "  # the beginning of the errors of late requests
 LATE_IN_QUEUE = f"{TIMED_OUT}while it waited for an engine."
 LATE = f"{TIMED_OUT}before its output was complete."
@@ -342,7 +344,7 @@ class EngineInfo(msgspec.Struct):
     model: str
     served_names: list[str]
     fingerprint: str
-    protocol_versions: list[int]
+    protocol_versions: list[int]  # of requests that it reads
     tokenizer: str  # content hash of the TokenizerBundle
     max_model_len: int
     max_num_seqs: int

@@ -174,6 +174,7 @@ def first_fields(request: EngineCoreRequest, model: str) -> dict[str, Argument]:
     facts = request.facts
     return {
         "id": request.request_id,
+        "version": request.version,
         "external_id": facts.external_id or request.request_id,
         "state": "queued",
         "client": request.client,

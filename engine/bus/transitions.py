@@ -11,7 +11,7 @@ from engine.bus.attachments import Attachment
 from engine.bus.call import Call, milliseconds, script
 from engine.bus.control import COMMANDS_KEPT, CONTROL_TTL
 from engine.bus.records import RecordView, parse_fields, parse_record
-from engine.protocol import LATE_IN_QUEUE, Abort, FinishReason, RequestTimes, decode_control, encode
+from engine.protocol import LATE_IN_QUEUE, READ_VERSIONS, Abort, FinishReason, RequestTimes, decode_control, encode
 
 TOMBSTONE_TTL = 600.0  # seconds that an abort waits for a request that it overtook
 SHARE_TTL = 1.0  # seconds that an engine's share of what waits is kept for it after it last asked
@@ -51,6 +51,7 @@ def take(
     places: int,
     room: int = UNBOUNDED,
     may_suspect: bool = True,
+    version: int = READ_VERSIONS[-1],
 ) -> Call[list[Taken]]:
     """Requests that wait, of `count` choices at most (the last one may have more), by priority, then by fair shares of their
     tenants, then by arrival; they are the slot's from now on. Raises Fenced, Unowned.
@@ -59,6 +60,7 @@ def take(
     (`may_suspect`). Of all others no more than a fair share, where others take too: engines of the model that asked within
     SHARE_TTL come to have equal numbers of choices in flight, but for those that can run no more. `places`: how many more choices
     this one could run; 0 leaves all to the others. `room`: tokens that its KV cache has blocks for.
+    `version`: the newest of the protocol that the caller reads. It leaves newer requests in the queue and takes those behind them.
 
     `number` rises with each call of an incarnation. A caller that got BusUnavailable runs the same Call again: it may own requests
     already, and gets the same ones.
@@ -87,6 +89,7 @@ def take(
             int(FinishReason.ERROR),
             keys.client_channel(),
             LATE_IN_QUEUE,
+            version,
         ),
     )
 

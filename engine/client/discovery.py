@@ -12,7 +12,7 @@ from engine.bus.connection import AsyncBus
 from engine.bus.deadlines import expire_late
 from engine.bus.enqueue import accepts, make_room
 from engine.bus.queue_depth import QueueDepth, queue_depth
-from engine.protocol import EngineInfo
+from engine.protocol import WRITTEN_VERSIONS, EngineInfo
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,11 @@ class ModelHandle:
     def max_model_len(self) -> int:
         """Tokens that every engine can take."""
         return min(engine.max_model_len for engine in self.engines)
+
+    @property
+    def protocol_version(self) -> int | None:
+        """The newest version of requests that this process writes and every engine reads; None: there is none."""
+        return max(set(WRITTEN_VERSIONS).intersection(*(engine.protocol_versions for engine in self.engines)), default=None)
 
     @property
     def takes_priorities(self) -> bool:
@@ -58,6 +63,7 @@ class Directory:
         self.refusal = ""  # why Redis takes no new requests, where it serves otherwise
         self._bus = bus
         self._failover_timeout = failover_timeout  # seconds
+        self._unwritable: set[str] = set()  # models of which an engine reads no version of requests that this process writes
 
     async def refresh(self) -> None:
         """Raises BusUnavailable."""
@@ -79,6 +85,15 @@ class Directory:
                 for served_name in [name, *(alias for engine in engines for alias in engine.served_names)]:
                     served.setdefault(served_name, handle)
         self.models, self.engines, self.queues, self.alarms, self.trouble = served, everyone, queues, alarms, None
+        self._tell_unwritable()
+
+    def _tell_unwritable(self) -> None:
+        """Log a model once when it can get no requests from this process any more."""
+        unwritable = {handle.name: handle for handle in self.models.values() if handle.protocol_version is None}
+        for name in sorted(unwritable.keys() - self._unwritable):
+            read = "; ".join(f"engine {each.slot} reads {each.protocol_versions}" for each in unwritable[name].engines)
+            logger.error("%s gets no requests: this process writes protocol versions %s, %s", name, list(WRITTEN_VERSIONS), read)
+        self._unwritable = set(unwritable)
 
     async def check_admission(self) -> None:
         """See whether Redis would take a new request. Old results give way to new requests."""

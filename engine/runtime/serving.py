@@ -16,7 +16,7 @@ from engine.bus.clock import BusClock
 from engine.bus.connection import Bus
 from engine.bus.tokenizers import put_tokenizer
 from engine.config import EngineConfig
-from engine.protocol import PROTOCOL_VERSION, EngineInfo, TokenizerBundle, encode
+from engine.protocol import READ_VERSIONS, EngineInfo, TokenizerBundle, encode
 from engine.runtime.core import EngineCore
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.intake import Intake
@@ -101,7 +101,7 @@ def engine_info(config: EngineConfig, core: EngineCore, name: str, tokenizer: st
         model=name,
         served_names=config.served_model_name or [name],
         fingerprint=capacity.fingerprint,
-        protocol_versions=[PROTOCOL_VERSION],
+        protocol_versions=list(READ_VERSIONS),
         tokenizer=tokenizer,
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,

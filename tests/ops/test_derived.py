@@ -53,7 +53,7 @@ def test_the_numeric_class_is_told_with_its_reason_and_cost(
     for name, value in given.items():
         setattr(config.model, name, value)
     info = EngineInfo(
-        slot="0", incarnation=1, model="m", served_names=["m"], fingerprint="f", protocol_versions=[1], tokenizer="t",
+        slot="0", incarnation=1, model="m", served_names=["m"], fingerprint="f", protocol_versions=[2], tokenizer="t",
         max_model_len=8, max_num_seqs=1, max_num_batched_tokens=8, block_size=8, num_blocks=8, vocab_size=8, max_logprobs=1,
         dtype=chosen, device=device, tensor_parallel_size=1, pid=1, host="h", started=0.0,
     )  # fmt: skip

@@ -3,12 +3,14 @@
 -- KEYS ledger, then owner, progress of the slot, shares, prefix of slots
 -- ARGV slot, incarnation, fingerprint, count: most choices to take, call number, prefix of consumers, places: how many more choices the
 --      caller could run, share's time to live in ms, may it have a suspect (0, 1), room: tokens that its KV cache has blocks for,
---      error's number among the reasons, prefix of client channels, error of a request that is late
+--      error's number among the reasons, prefix of client channels, error of a request that is late, newest protocol version that the
+--      caller reads
 -- Answer: a list of entry, payload, when it was enqueued and taken (epoch seconds), API server and handle that it is attached to,
 -- priority; and of an orphan its attachments, the journals with its output, the commands that no engine has obeyed, its deaths in a row,
 -- its cached tokens, and when it was first scheduled and had its first token.
 --
--- A request whose deadline passed while it waited ends here.
+-- A request whose deadline passed while it waited ends here. One of a newer version is left to engines that read it, and only they
+-- count as sharers of it.
 --
 -- Orphans of the caller's fingerprint come before all others, whatever the share: their clients wait in mid-stream. One that two
 -- engines died of in a row is a suspect, and runs beside no other suspect.
@@ -31,7 +33,8 @@
 
 local OWNER, PROGRESS, SHARES, ANY_SLOT = KEYS[OWN_KEYS + 1], KEYS[OWN_KEYS + 2], KEYS[OWN_KEYS + 3], KEYS[OWN_KEYS + 4]
 local slot, incarnation, fingerprint, count, number, any_consumer, places, share_ttl, may_suspect, room, error_reason, client_channel,
-  late_error = unpack(ARGV)
+  late_error, version = unpack(ARGV)
+version = tonumber(version)
 local consumer = any_consumer .. slot
 local SUSPECT = 2 -- deaths in a row
 local SUSPECTS_PASSED = 256 -- that wait for their turn before other orphans
@@ -75,20 +78,22 @@ local last = tonumber(redis.call('HGET', PROGRESS, 'call') or 0)
 if tonumber(number) == last then return taken_before() end
 if tonumber(number) < last then return {} end
 
--- Slot -> height (choices in flight), places and room (tokens) of everybody who shares, the caller among them.
+-- Slot -> height (choices in flight), places, room (tokens) and version of everybody who shares, the caller among them.
 local function find_vessels()
   local said, found = redis.call('HGETALL', SHARES), {}
-  local function add(number, its_places, its_room)
+  local function add(number, its_places, its_room, its_version)
     local height = tonumber(redis.call('ZSCORE', HEIGHTS, number) or 0)
-    found[number] = {height = height, places = math.max(0, tonumber(its_places)), room = tonumber(its_room)}
+    found[number] = {
+      height = height, places = math.max(0, tonumber(its_places)), room = tonumber(its_room), version = tonumber(its_version),
+    }
   end
   for i = 1, #said, 2 do
-    local holder, its_places, its_room, asked = string.match(said[i + 1], '^(%d+) (%d+) (-?%d+) (%d+)$')
+    local holder, its_places, its_room, asked, its_version = string.match(said[i + 1], '^(%d+) (%d+) (-?%d+) (%d+) (%d+)$')
     if holder and CLOCK - tonumber(asked) <= tonumber(share_ttl) and redis.call('GET', ANY_SLOT .. said[i]) == holder then
-      add(said[i], its_places, its_room)
+      add(said[i], its_places, its_room, its_version)
     end
   end
-  add(slot, places, room)
+  add(slot, places, room, version)
   return found
 end
 
@@ -96,14 +101,16 @@ local vessels = find_vessels()
 local me = vessels[slot]
 
 local function say_places()
-  local said = string.format('%d %.0f %d', math.max(0, me.places), me.room, CLOCK)
+  local said = string.format('%d %.0f %d %d', math.max(0, me.places), me.room, CLOCK, version)
   redis.call('HSET', SHARES, slot, incarnation .. ' ' .. said)
 end
 
--- How many of the `waiting` choices are the caller's to take, where prompts have `tokens`.
-local function fair_share(waiting, tokens)
+local function reads(vessel, request) return vessel.version >= request.version end
+
+-- How many of the `waiting` choices are the caller's to take, where all are like `request`.
+local function fair_share(waiting, request)
   local highest = 0
-  local function places_of(vessel) return vessel.room >= tokens and vessel.places or 0 end
+  local function places_of(vessel) return reads(vessel, request) and vessel.room >= request.tokens and vessel.places or 0 end
   for _, vessel in pairs(vessels) do highest = math.max(highest, vessel.height + places_of(vessel)) end
   local function below(level, vessel) return math.max(0, math.min(level - vessel.height, places_of(vessel))) end
   local function places_below(level)
@@ -134,7 +141,7 @@ local function look(queue, member)
     return nil
   end
   local record = redis.call('HMGET', RECORD .. id, 'tenant', 'prompt_tokens', 'n', 'fingerprint', 'start', 'journals', 'wait_until',
-    'deadline', 'attempts')
+    'deadline', 'attempts', 'version')
   if not record[1] then
     redis.call('ZREM', queue, member)
     redis.call('XDEL', REQUESTS, entry)
@@ -148,6 +155,7 @@ local function look(queue, member)
   return {
     id = id, entry = entry, payload = payload, tenant = record[1], tokens = tonumber(record[2]), n = tonumber(record[3]),
     fingerprint = record[4], start = tonumber(record[5] or 0), deadline = record[8], attempts = tonumber(record[9] or 0),
+    version = tonumber(record[10] or 1),
   }
 end
 
@@ -172,14 +180,16 @@ local function take_orphans()
   for _, member in ipairs(redis.call('ZRANGE', queue, 0, budget - 1 + SUSPECTS_PASSED)) do
     if budget <= 0 or not may_stand_in_line() then return end
     local orphan = look(queue, member)
-    if orphan and (orphan.attempts < SUSPECT or may_suspect == '1') then
+    if orphan and reads(me, orphan) and (orphan.attempts < SUSPECT or may_suspect == '1') then
       if orphan.attempts >= SUSPECT then may_suspect = '0' end
       take(orphan)
     end
   end
 end
 
-local function fits(vessel, request) return vessel.places >= request.n and vessel.room >= request.tokens end
+local function fits(vessel, request)
+  return reads(vessel, request) and vessel.places >= request.n and vessel.room >= request.tokens
+end
 
 local function fits_another(request)
   for number, vessel in pairs(vessels) do
@@ -218,24 +228,31 @@ local function is_kept_from(tenant)
   return kept and me.places <= kept
 end
 
+local MOST_UNREAD = 256 -- requests that the caller cannot read, and passes
+
 local function take_fresh()
   local sums = redis.call('HMGET', LOAD, 'waiting', 'orphans')
-  local waiting, share, passed = tonumber(sums[1] or 0) - tonumber(sums[2] or 0), nil, 0
-  for _, member in ipairs(redis.call('ZRANGE', ORDER, 0, budget + MOST_PASSED - 1)) do
-    local request = look(ORDER, member)
-    if request then
-      share = share or math.min(budget, fair_share(waiting, request.tokens))
-      if share <= 0 or not is_mine(request, share) then return end
-      if is_kept_from(request.tenant) then
-        passed = passed + 1
-        if passed > MOST_PASSED then return end
-      else
-        take(request)
-        share = share - request.n
-        newest_start = math.max(newest_start, request.start)
+  local waiting, share, passed, unread = tonumber(sums[1] or 0) - tonumber(sums[2] or 0), nil, 0, 0
+  repeat
+    local left, unread_before = passed + unread, unread -- what was left stands at the head
+    for _, member in ipairs(redis.call('ZRANGE', ORDER, left, left + budget + MOST_PASSED - 1)) do
+      local request = look(ORDER, member)
+      if request and not reads(me, request) then
+        unread = unread + 1
+      elseif request then
+        share = share or math.min(budget, fair_share(waiting, request))
+        if share <= 0 or not is_mine(request, share) then return end
+        if is_kept_from(request.tenant) then
+          passed = passed + 1
+          if passed > MOST_PASSED then return end
+        else
+          take(request)
+          share = share - request.n
+          newest_start = math.max(newest_start, request.start)
+        end
       end
     end
-  end
+  until unread == unread_before or unread >= MOST_UNREAD
 end
 
 if budget > 0 then take_orphans() end

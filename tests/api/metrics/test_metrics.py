@@ -56,7 +56,7 @@ def engine(**stats: object) -> EngineInfo:
         model="m",
         served_names=["served"],
         fingerprint="f",
-        protocol_versions=[1],
+        protocol_versions=[2],
         tokenizer="t",
         max_model_len=100,
         max_num_seqs=8,

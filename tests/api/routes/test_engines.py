@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from api.admission import NO_COMMON_VERSION
+from engine.bus import leases
+from engine.bus.connection import Bus
 from tests.api.conftest import KEYS, NULL_ENGINE
 from tests.api.live_server import LiveServer, sse_events
+from tests.engine.bus.ledger_world import engine_info
 from tests.waiting import wait_for
 
 ASK = {"prompt": "x", "max_tokens": 4, "ignore_eos": True}
@@ -43,6 +48,21 @@ def test_only_an_admin_may_reset_the_prefix_cache(slow_server: LiveServer) -> No
     refused = slow_server.http.post("/reset_prefix_cache", headers={"Authorization": f"Bearer {KEYS['alice']}"})
     assert (refused.status_code, refused.json()["error"]["type"]) == (403, "PermissionDeniedError")
     assert slow_server.http.post("/reset_prefix_cache", headers={"Authorization": f"Bearer {KEYS['ops']}"}).status_code == 200
+
+
+def test_an_engine_without_a_common_version_gets_no_requests(null_server: LiveServer) -> None:
+    """Until it has gone."""
+
+    def status() -> int:
+        answer = null_server.http.post("/v1/completions", json=ASK)
+        if answer.status_code == 503:
+            assert answer.json()["error"]["message"] == NO_COMMON_VERSION and answer.headers["retry-after"]
+        return answer.status_code
+
+    with Bus(null_server.redis.url) as bus:
+        bus.run(leases.claim_slot(null_server.name, replace(engine_info(null_server.name), protocol_versions=[1]), ttl=1.0))
+        wait_for(lambda: status() == 503, "the API server to see the engine")
+    wait_for(lambda: status() == 200, "the end of its heartbeat")
 
 
 def test_tokenizer_info_is_shown_only_if_enabled(server: LiveServer, null_server: LiveServer) -> None:

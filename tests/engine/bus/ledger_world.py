@@ -21,6 +21,7 @@ from engine.bus.leases import ClaimedSlot
 from engine.bus.records import RecordView
 from engine.bus.transitions import FinishOutcome, Taken
 from engine.protocol import (
+    PROTOCOL_VERSION,
     Abort,
     ClientMessage,
     EngineCoreRequest,
@@ -42,8 +43,9 @@ CLIENT = "api-1"
 
 def engine_info(model: str = MODEL) -> EngineInfo:
     return EngineInfo(
-        slot="", incarnation=0, model=model, served_names=[model], fingerprint="f", protocol_versions=[1], tokenizer="t",
-        max_model_len=512, max_num_seqs=16, max_num_batched_tokens=256, block_size=16, num_blocks=64, vocab_size=100,
+        slot="", incarnation=0, model=model, served_names=[model], fingerprint="f",
+        protocol_versions=[PROTOCOL_VERSION], tokenizer="t", max_model_len=512,
+        max_num_seqs=16, max_num_batched_tokens=256, block_size=16, num_blocks=64, vocab_size=100,
         max_logprobs=20, dtype="float32", device="cpu", tensor_parallel_size=1, pid=1, host="here", started=0.0,
     )  # fmt: skip
 
@@ -84,11 +86,10 @@ class World:
     ) -> EngineCoreRequest:
         number = next(self._numbers)
         return EngineCoreRequest(
-            version=1,
             request_id=request_id or f"r{number}",
             prompt_token_ids=encode_column(range(tokens)),
             sampling=SamplingParams(n=n, max_tokens=max_tokens),
-            **{"client": CLIENT, "handle": number, **fields},
+            **{"version": PROTOCOL_VERSION, "client": CLIENT, "handle": number, **fields},
         )
 
     def enqueue(
@@ -101,7 +102,7 @@ class World:
         )
 
     def take_call(
-        self, engine: Engine, count: int = 1, places: int | None = None, room: int = transitions.UNBOUNDED, **how: bool
+        self, engine: Engine, count: int = 1, places: int | None = None, room: int = transitions.UNBOUNDED, **how: int
     ) -> Call[list[Taken]]:
         """`places`: how many more choices the engine could run; None: as many as it asks for. `room`: tokens of its KV cache."""
         number = next(engine.takes)
@@ -110,7 +111,7 @@ class World:
         return transitions.take(*place, number, count, places, room, **how)
 
     def take(
-        self, engine: Engine, count: int = 1, places: int | None = None, room: int = transitions.UNBOUNDED, **how: bool
+        self, engine: Engine, count: int = 1, places: int | None = None, room: int = transitions.UNBOUNDED, **how: int
     ) -> list[str]:
         taken = self.bus.run(self.take_call(engine, count, places, room, **how))
         ids = [decode_request(each.payload).request_id for each in taken]

@@ -376,3 +376,31 @@ def test_a_call_that_was_numbered_before_gives_what_it_gave(world: World) -> Non
     world.end(engine, "r3")
     assert world.bus.run(second) == later[1:], "what has ended is not given again"
     world.check_integrity()
+
+
+def test_an_engine_leaves_requests_of_newer_versions_and_takes_those_behind_them(world: World) -> None:
+    newer = [f"newer{number}" for number in range(40)]
+    world.enqueue(*(world.request(name) for name in newer))
+    world.enqueue(world.request("older", version=1))
+    behind, current = world.engine(), world.engine()
+    assert world.take(behind, 4, version=1) == ["older"]
+    assert world.take(behind, 4, places=40, version=1) == [], "and it says that it has places"
+    assert world.queued() == newer
+    assert world.take(current, 40) == newer, "none is left for an engine that cannot read it"
+    world.check_integrity()
+
+
+def test_an_orphan_of_a_newer_version_waits_for_an_engine_that_reads_it(world: World) -> None:
+    world.enqueue(world.request("a"))
+    engine = world.engine()
+    world.take(engine)
+    behind = world.replace(engine)
+    assert world.take(behind, version=1) == []
+    assert world.take(world.engine()) == ["a"]
+    world.check_integrity()
+
+
+def test_a_record_without_a_version_is_of_the_first(world: World) -> None:
+    world.enqueue(world.request("a", version=1))
+    world.raw.hdel(keys.record(world.model, "a"), "version")
+    assert world.take(world.engine(), version=1) == ["a"]

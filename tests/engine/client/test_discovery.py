@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
-from engine.bus import journals, keys, records
+from engine.bus import journals, keys, leases, records
 from engine.bus.connection import AsyncBus
 from engine.bus.journals import EndedRequest
 from engine.bus.records import OUTPUT_DROPPED
 from engine.client.discovery import Directory
-from engine.protocol import FinishReason, RequestTimes, StoredChoice, StoredOutput, encode
-from tests.engine.bus.ledger_world import World
+from engine.protocol import PROTOCOL_VERSION, FinishReason, RequestTimes, StoredChoice, StoredOutput, encode
+from tests.engine.bus.ledger_world import World, engine_info
 
 BIG = 1 << 20  # bytes of an output
 
@@ -52,3 +54,25 @@ async def test_old_results_give_way_to_new_requests(world: World, share: float) 
     kept = int(world.raw.hget(keys.load(world.model), "kept") or 0)
     assert BIG * (len(names) - len(dropped)) <= kept < BIG * (len(names) - len(dropped)) + 10_000
     world.check_integrity()
+
+
+async def test_requests_are_written_in_the_newest_version_that_all_engines_read(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    def add_engine(*versions: int) -> None:
+        world.bus.run(leases.claim_slot(world.model, replace(engine_info(world.model), protocol_versions=list(versions)), 60.0))
+
+    async with AsyncBus(world.url) as bus:
+        directory = Directory(bus)
+        add_engine(PROTOCOL_VERSION - 1, PROTOCOL_VERSION)
+        add_engine(PROTOCOL_VERSION, PROTOCOL_VERSION + 1)
+        await directory.refresh()
+        assert directory.models[world.model].protocol_version == PROTOCOL_VERSION
+        assert not caplog.messages
+        add_engine(PROTOCOL_VERSION + 1)
+        with caplog.at_level(logging.ERROR):
+            for _ in range(2):
+                await directory.refresh()
+        assert directory.models[world.model].protocol_version is None
+    (message,) = caplog.messages
+    assert f"engine 2 reads [{PROTOCOL_VERSION + 1}]" in message
