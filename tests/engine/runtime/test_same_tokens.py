@@ -1,4 +1,5 @@
-"""A request's tokens do not depend on what runs beside it, how its prompt is cut, or where it runs: greedy, and with a seed.
+"""A request's tokens do not depend on what runs beside it, how its prompt is cut, or where it runs: greedy, with a seed, and held
+to a grammar.
 
 "The same" allows a difference only where the calm run itself was undecided: its two best candidates closer than 1e-3.
 """
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from engine.llm import LLM, Completion
 from gpu.plan import SamplingParams
@@ -35,6 +37,8 @@ PROMPTS = [
 ]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=1234, max_tokens=12, ignore_eos=True)
+HELD = SamplingParams(temperature=0.9, seed=77, max_tokens=12, grammar=LLMatcher.grammar_from_regex("([a-z]{1,5} ){80}"))
+KINDS = {"greedy": (PROMPTS, GREEDY), "sampled": (PROMPTS, SAMPLED), "held to a grammar": (PROMPTS[:4], HELD)}
 # as the file is quantized, which is the default on a CPU; tests/gpu/models/test_fidelity.py does the like in float32
 COMMON: dict[str, Any] = {"device": "cpu", "num_threads": 1, "max_model_len": 512, "num_gpu_blocks_override": 400}
 FLOAT32: dict[str, Any] = {**COMMON, "dtype": "float32"}  # ranks add up in another order, which rounding to 8 bits would magnify
@@ -49,9 +53,9 @@ def calm(smollm2_gguf: Path) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def alone(calm: LLM) -> dict[str, list[Completion]]:
     """Every prompt by itself, with an empty cache."""
-    runs: dict[str, list[Completion]] = {"greedy": [], "sampled": []}
-    for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
-        for prompt in PROMPTS:
+    runs: dict[str, list[Completion]] = {name: [] for name in KINDS}
+    for name, (prompts, sampling) in KINDS.items():
+        for prompt in prompts:
             assert calm.core.scheduler.reset_prefix_cache()
             runs[name] += calm.generate(prompt, sampling)
     return runs
@@ -75,11 +79,11 @@ def assert_same(runs: list[Completion], calm_runs: list[Completion], greedy: boo
 
 
 def run_all(llm: LLM) -> dict[str, list[Completion]]:
-    return {"greedy": llm.generate(PROMPTS, GREEDY), "sampled": llm.generate(PROMPTS, SAMPLED)}
+    return {name: llm.generate(prompts, sampling) for name, (prompts, sampling) in KINDS.items()}
 
 
 def compare(runs: dict[str, list[Completion]], alone: dict[str, list[Completion]]) -> None:
-    for name in ("greedy", "sampled"):
+    for name in KINDS:
         assert_same(runs[name], alone[name], name == "greedy")
 
 
