@@ -118,6 +118,15 @@ class World:
         engine.running += ids
         return ids
 
+    def running(self, *requests: EngineCoreRequest | str) -> Engine:
+        """An engine that has taken these requests, or new ones of these names."""
+        given = [self.request(each) if isinstance(each, str) else each for each in requests]
+        engine = self.engine()
+        self.enqueue(*given)
+        taken = self.take(engine, sum(each.sampling.n for each in given))
+        assert sorted(taken) == sorted(each.request_id for each in given)
+        return engine
+
     def flush_call(
         self, engine: Engine, ended: Iterable[str] = (), reason: FinishReason = FinishReason.STOP, **parts: Any
     ) -> Call[Flushed]:

@@ -178,9 +178,7 @@ def test_racing_senders_stay_within_the_limit(world: World) -> None:
 
 
 def test_the_index_of_a_reused_id_is_bounded(world: World) -> None:
-    world.enqueue(world.request("patient"))
-    engine = world.engine()
-    world.take(engine)
+    engine = world.running("patient")
     for number in range(140):
         world.enqueue(world.request(f"r{number}"))
         world.take(engine)

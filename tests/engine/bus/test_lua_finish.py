@@ -58,9 +58,7 @@ def test_tokens_that_were_never_computed_are_not_counted(world: World) -> None:
 
 
 def test_finish_commands_the_engine_of_a_running_request(world: World) -> None:
-    world.enqueue(world.request("a"))
-    engine = world.engine()
-    world.take(engine)
+    engine = world.running("a")
     with world.bus.subscribe(keys.control_channel(world.model, engine.slot)) as bell:
         outcome = world.finish("a", keep=3, reason=FinishReason.STOP, stop_reason="\n\n", reply_to="api-9", token="t")
         assert bell.get(5) is not None
@@ -81,9 +79,7 @@ def test_a_command_is_for_the_incarnation_that_runs_the_request(world: World) ->
 
 
 def test_an_ended_request_stays_as_it_is(world: World) -> None:
-    world.enqueue(world.request("a"))
-    engine = world.engine()
-    world.take(engine)
+    engine = world.running("a")
     world.end(engine, "a")
     before = world.record("a")
     outcome = world.finish("a")
@@ -179,9 +175,7 @@ def test_what_ends_a_choice_of_an_orphan_stands_in_its_record(world: World, n: i
 
 
 def test_a_command_that_an_engine_did_not_obey_stands_in_the_record_for_the_next(world: World) -> None:
-    world.enqueue(world.request("a"))
-    engine = world.engine()
-    world.take(engine)
+    engine = world.running("a")
     world.finish("a")
     heir = world.replace(engine)
     (taken,) = world.bus.run(world.take_call(heir))

@@ -25,14 +25,6 @@ def world(each_redis_url: str) -> Iterator[World]:
         yield world
 
 
-def running(world: World, *names: str) -> Engine:
-    """An engine that has taken new requests of these names."""
-    engine = world.engine()
-    world.enqueue(*(world.request(name) for name in names))
-    world.take(engine, len(names))
-    return engine
-
-
 def outputs(engine: Engine, step: int) -> bytes:
     return encode(EngineCoreOutputs("m:0", engine.incarnation, step))
 
@@ -55,9 +47,7 @@ def test_every_api_server_gets_its_bytes_and_the_journal_has_them_all(world: Wor
 
 
 def test_a_flush_sent_twice_is_done_once(world: World) -> None:
-    world.enqueue(world.request("a"), world.request("b"))
-    engine = world.engine()
-    world.take(engine, 2)
+    engine = world.running("a", "b")
     call = world.flush_call(engine, ["a"], messages=[(CLIENT, outputs(engine, 1))])
     later = world.flush_call(engine, messages=[(CLIENT, outputs(engine, 2))])
     with Listener(world) as listener:
@@ -71,9 +61,7 @@ def test_a_flush_sent_twice_is_done_once(world: World) -> None:
 
 
 def test_a_lost_answer_publishes_nothing_twice(world: World) -> None:
-    world.enqueue(world.request("a"))
-    engine = world.engine()
-    world.take(engine)
+    engine = world.running("a")
     with LossyProxy(world.url) as proxy, Bus(proxy.url) as bus, Listener(world) as listener:
         bus.run(queue_depth(world.model))
         proxy.losses = 1
@@ -86,9 +74,7 @@ def test_a_lost_answer_publishes_nothing_twice(world: World) -> None:
 
 
 def test_a_flush_writes_the_end_into_the_record(world: World) -> None:
-    world.enqueue(world.request("a", tokens=7, tenant="t"))
-    engine = world.engine()
-    world.take(engine)
+    engine = world.running(world.request("a", tokens=7, tenant="t"))
     world.bus.run(world.flush_call(engine, started=[("a", {"scheduled": "5.5", "first_token": "6.5"})]))
     assert (world.record("a").state, world.record("a").first_token) == ("running", 6.5)
     world.end(engine, "a")
@@ -170,7 +156,7 @@ def test_replies_go_to_their_channels(world: World) -> None:
 
 
 def test_a_flush_behind_a_hole_does_nothing_but_say_what_redis_has(world: World) -> None:
-    engine = running(world, "a")
+    engine = world.running("a")
     world.bus.run(world.flush_call(engine))
     lost = world.flush_call(engine, messages=[(CLIENT, b"lost")])
     behind = world.flush_call(engine, ["a"], messages=[(CLIENT, b"behind")])
@@ -184,7 +170,7 @@ def test_a_flush_behind_a_hole_does_nothing_but_say_what_redis_has(world: World)
 
 def test_a_kept_flush_becomes_the_next_one_behind_all_that_redis_has(world: World) -> None:
     """The flushes between were before those that the engine keeps, and are lost for good."""
-    engine = running(world, "a")
+    engine = world.running("a")
     for _ in range(3):
         world.bus.run(world.flush_call(engine))
     kept = world.flush_call(engine, ["a"], messages=[(CLIENT, b"kept")])
@@ -205,7 +191,7 @@ def test_notices_are_not_journaled(world: World) -> None:
 
 
 def test_an_end_takes_the_request_out_of_all_lists(world: World) -> None:
-    engine = running(world, "a")
+    engine = world.running("a")
     world.checkpoint(engine, "a")
     world.finish("a", choice=0)
     world.end(engine, "a")

@@ -51,9 +51,7 @@ def test_a_take_that_was_rolled_back_is_done_again(world: World) -> None:
 
 
 def test_a_take_of_an_orphan_that_was_rolled_back_is_done_again(world: World) -> None:
-    world.enqueue(world.request("a"))
-    engine = world.engine()
-    world.take(engine)
+    engine = world.running("a")
     heir = world.replace(engine)
     world.roll_back_over(lambda: world.take(heir))
     assert world.reconcile(heir, "a") == SAME
@@ -78,9 +76,7 @@ def test_what_another_engine_has_or_what_ended_is_to_be_dropped(world: World) ->
 
 def test_what_the_engine_does_not_hold_waits_again_at_once(world: World) -> None:
     """Its end was rolled back, say. Nobody died of it."""
-    world.enqueue(world.request("a"), world.request("b"))
-    engine = world.engine()
-    world.take(engine, 2)
+    engine = world.running("a", "b")
     world.roll_back_over(lambda: world.end(engine, "a"))
     assert world.reconcile(engine, "b") == Difference([], [], returned=1)
     assert (world.record("a").state, world.record("a").attempts) == ("queued", 0)
@@ -101,9 +97,7 @@ def test_requests_of_a_successor_are_not_returned(world: World) -> None:
 
 
 def test_an_ended_request_may_be_named_as_running_to_be_ended_again(world: World) -> None:
-    world.enqueue(world.request("a"))
-    engine = world.engine()
-    world.take(engine)
+    engine = world.running("a")
     end = world.flush_call(engine, ["a"])
     world.roll_back_over(lambda: world.bus.run(end))
     assert world.reconcile(engine, "a") == SAME
@@ -132,9 +126,7 @@ def test_after_a_wipe_an_engine_puts_its_requests_back(world: World) -> None:
 
 def test_rebuilding_twice_makes_one_request(world: World) -> None:
     request = world.request("a")
-    world.enqueue(request)
-    engine = world.engine()
-    world.take(engine)
+    engine = world.running(request)
     wipe(world, engine)
     for _ in range(2):
         assert world.rebuild(engine, request) == set()
@@ -149,9 +141,7 @@ def test_rebuilding_twice_makes_one_request(world: World) -> None:
 def test_what_its_api_server_enqueued_again_is_the_engines_that_holds_it(world: World) -> None:
     """After a wipe, between the engine's look and its putting back."""
     request = world.request("a", n=2)
-    world.enqueue(request)
-    engine = world.engine()
-    world.take(engine)
+    engine = world.running(request)
     wipe(world, engine)
     assert world.reconcile(engine, "a").unknown == ["a"]
     world.enqueue(request)
@@ -167,9 +157,7 @@ def test_what_its_api_server_enqueued_again_is_the_engines_that_holds_it(world: 
 def test_a_request_that_was_put_back_under_another_entry_is_still_held(world: World) -> None:
     """The engine knows ids alone: which entry is whose, only Redis says."""
     request = world.request("a")
-    world.enqueue(request)
-    engine = world.engine()
-    world.take(engine)
+    engine = world.running(request)
     old = world.record("a").entry
     wipe(world, engine)
     world.rebuild(engine, request)
@@ -182,9 +170,7 @@ def test_a_request_that_was_put_back_under_another_entry_is_still_held(world: Wo
 
 def test_what_was_aborted_while_redis_had_forgotten_it_is_not_rebuilt(world: World) -> None:
     request = world.request("a")
-    world.enqueue(request)
-    engine = world.engine()
-    world.take(engine)
+    engine = world.running(request)
     wipe(world, engine)
     world.finish("a")
     assert world.rebuild(engine, request) == {"a"}

@@ -306,9 +306,7 @@ def orphans(world: World, *names: str, deaths: int = 1) -> None:
 
 def test_an_orphan_comes_with_all_that_redis_knows_of_it(world: World) -> None:
     request = world.request("a")
-    world.enqueue(request)
-    engine = world.engine()
-    world.take(engine)
+    engine = world.running(request)
     begun = {"scheduled": "5.5", "first_token": "6.5", "cached_tokens": "2"}
     world.bus.run(world.flush_call(engine, started=[("a", begun)]))
     world.finish("a", choice=1, keep=3, reason=FinishReason.STOP, stop_reason="x")
@@ -391,9 +389,7 @@ def test_an_engine_leaves_requests_of_newer_versions_and_takes_those_behind_them
 
 
 def test_an_orphan_of_a_newer_version_waits_for_an_engine_that_reads_it(world: World) -> None:
-    world.enqueue(world.request("a"))
-    engine = world.engine()
-    world.take(engine)
+    engine = world.running("a")
     behind = world.replace(engine)
     assert world.take(behind, version=1) == []
     assert world.take(world.engine()) == ["a"]

@@ -25,14 +25,6 @@ def world(each_redis_url: str) -> Iterator[World]:
         yield world
 
 
-def running(world: World, *names: str) -> Engine:
-    """An engine that has taken new requests of these names."""
-    engine = world.engine()
-    world.enqueue(*(world.request(name) for name in names))
-    assert world.take(engine, len(names)) == list(names)
-    return engine
-
-
 def test_what_was_in_flight_waits_and_nobody_is_told(world: World) -> None:
     world.enqueue(world.request("a", tokens=9), world.request("b", n=2), world.request("c"))
     engine = world.engine()
@@ -63,7 +55,7 @@ def test_orphans_are_taken_first_by_priority_then_age(world: World) -> None:
 
 @pytest.mark.parametrize("sure", [False, True])
 def test_a_heartbeat_refutes_all_but_the_supervisor(world: World, sure: bool) -> None:
-    engine = running(world, "a")
+    engine = world.running("a")
     assert world.take_over(engine, sure=sure) == TakenOver(int(sure), 0)
     assert world.record("a").state == ("queued" if sure else "running")
     assert len(world.bus.run(leases.engines(world.model))) == (0 if sure else 1)
@@ -88,7 +80,7 @@ def calls_of(world: World, engine: Engine) -> list[Call[object]]:
 
 def test_an_engine_that_comes_back_too_late_may_do_nothing(world: World) -> None:
     """Whether its slot is vacant or has another owner by now."""
-    zombie = running(world, "a")
+    zombie = world.running("a")
     world.crash(zombie)
     world.take_over(zombie)
     for vacant in (True, False):
@@ -168,7 +160,7 @@ def take_over_two_and_die(world: World, engine: Engine, monkeypatch: pytest.Monk
 
 
 def test_the_rest_of_an_observer_that_died_is_the_next_ones(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = running(world, *(f"q{number}" for number in range(5)))
+    engine = world.running(*(f"q{number}" for number in range(5)))
     take_over_two_and_die(world, engine, monkeypatch)
     heir = world.engine()
     assert heir.slot == engine.slot
@@ -179,7 +171,7 @@ def test_the_rest_of_an_observer_that_died_is_the_next_ones(world: World, monkey
 
 
 def test_a_vacant_slot_with_entries_is_named_until_it_has_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = running(world, "a", "b", "c")
+    engine = world.running("a", "b", "c")
     take_over_two_and_die(world, engine, monkeypatch)
     (dead,) = world.bus.run(leases.dead_engines(world.model, ttl=60.0))
     assert dead.slot == engine.slot and dead.incarnation > engine.incarnation
@@ -189,7 +181,7 @@ def test_a_vacant_slot_with_entries_is_named_until_it_has_none(world: World, mon
 
 
 def test_observers_at_once_count_one_death(world: World) -> None:
-    engine = running(world, *(f"q{number}" for number in range(100)))
+    engine = world.running(*(f"q{number}" for number in range(100)))
     world.crash(engine)
     left: list[TakenOver] = []
     threads = [threading.Thread(target=lambda: left.append(world.take_over(engine))) for _ in range(4)]
@@ -203,7 +195,7 @@ def test_observers_at_once_count_one_death(world: World) -> None:
 
 
 def test_a_lost_answer_counts_one_death(world: World) -> None:
-    engine = running(world, "a")
+    engine = world.running("a")
     world.crash(engine)
     with LossyProxy(world.url) as proxy, Bus(proxy.url) as bus:
         bus.run(queue_depth(world.model))
@@ -244,7 +236,7 @@ def test_an_entry_that_was_trimmed_away_ends_its_request_when_it_is_taken(world:
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_entries_of_which_nothing_is_known_are_cleared_away(world: World, is_replaced: bool) -> None:
     """Unless they may be a living engine's."""
-    engine = running(world, "a")
+    engine = world.running("a")
     world.raw.delete(keys.record(world.model, "a"))
     world.crash(engine)
     if is_replaced:
@@ -255,7 +247,7 @@ def test_entries_of_which_nothing_is_known_are_cleared_away(world: World, is_rep
 
 @pytest.mark.parametrize("act", [World.crash, lambda world, engine: None])
 def test_a_slot_that_was_left_is_the_next_engines(world: World, act: Callable[[World, Engine], None]) -> None:
-    engine = running(world, "a")
+    engine = world.running("a")
     world.flush_call(engine)
     act(world, engine)
     world.take_over(engine, sure=True)
