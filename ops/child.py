@@ -24,9 +24,7 @@ from ops.silence import Silence
 
 log = logging.getLogger(__name__)
 
-FIRST_DELAY = (
-    0.5  # seconds before the second restart in a row; the first comes at once, and further ones double up to LONGEST_DELAY
-)
+FIRST_DELAY = 0.5  # seconds before the second restart in a row: the first comes at once, later ones double up to LONGEST_DELAY
 LONGEST_DELAY = 30.0
 CALM = 60.0  # seconds of running after which a death counts as the first one again
 START_ATTEMPTS = 4  # of a child that was never ready: after so many failures another attempt is pointless

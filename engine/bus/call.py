@@ -22,9 +22,8 @@ Argument = str | bytes | int | float
 Command = tuple[Argument, ...]
 
 LUA = Path(__file__).parent / "lua"
-ADMITTING = frozenset(
-    {"accepts", "commit", "enqueue", "stage"}
-)  # refused when memory is short; all other scripts go on with what is there, or end it
+# Scripts that Redis refuses when it is out of memory. All others go on with what is there, or end it.
+ADMITTING = frozenset({"accepts", "commit", "enqueue", "stage"})
 
 
 class Trouble(StrEnum):
