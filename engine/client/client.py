@@ -13,14 +13,13 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
-from engine.bus import keys, leases, records, transitions
+from engine.bus import leases, records, transitions
 from engine.bus.attachments import Attachment, attach, detach
-from engine.bus.call import BusUnavailable, UnfitRedis
+from engine.bus.call import BusUnavailable, Call
 from engine.bus.connection import AsyncBus
 from engine.bus.control import control
 from engine.bus.enqueue import AdmissionLimits, Enqueued, enqueue
@@ -30,31 +29,28 @@ from engine.bus.transitions import FinishOutcome
 from engine.client.abort import AbortResult, Replies, abort
 from engine.client.discovery import Directory, ModelHandle
 from engine.client.followers import Followers
+from engine.client.listener import Listener
 from engine.client.repairs import Repairs
-from engine.client.request_stream import FIRST_PAUSE, Receiver, RequestStream
+from engine.client.request_stream import Receiver, RequestStream
 from engine.protocol import (
     LATE,
     Abort,
-    ClientMessage,
     ControlReply,
-    Detached,
-    EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
     FinishReason,
-    OutputLogprobs,
-    RequestEnded,
     TokenizerBundle,
     Utility,
-    decode_client_message,
-    decode_column,
     decode_request,
 )
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5
 HOUSEKEEPING_SECONDS = 0.5
+FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.05, 2.0  # while Redis is away
 TAKEN_UP_ELSEWHERE = "The stream of this request goes on at another connection."
 
 
@@ -73,8 +69,8 @@ class AsyncClient:
         self._streams: dict[int, RequestStream] = {}
         self._replies = Replies("")
         self._repairs = Repairs(bus, "", self._streams, clock)
+        self._listener = self._make_listener()
         self._followers = Followers(bus, self._take_up)
-        self._incarnations: dict[str, int] = {}  # engine -> the newest incarnation heard of
         self._tasks: set[asyncio.Task[Any]] = set()  # for as long as this client lives
         self._errands: set[asyncio.Task[Any]] = set()  # aborts that no coroutine awaits
         self._graces: set[asyncio.Task[Any]] = set()  # of requests that outlive their clients
@@ -86,13 +82,17 @@ class AsyncClient:
         self.incarnation = await self._bus.run(leases.announce_api())
         self._replies = Replies(self.incarnation)
         self._repairs = Repairs(self._bus, self.incarnation, self._streams, self._clock)
+        self._listener = self._make_listener()
         subscribed = asyncio.get_running_loop().create_future()
-        self._spawn(self._listen(subscribed), self._tasks)
+        self._spawn(self._listener.run(subscribed), self._tasks)
         await subscribed
         await self.directory.refresh()
         await self.directory.check_admission()
         for work in (self._beat(), self._housekeep(), self._repairs.run(), self._followers.run()):
             self._spawn(work, self._tasks)
+
+    def _make_listener(self) -> Listener:
+        return Listener(self._bus, self.incarnation, self._streams, self._repairs, self._replies, self._detached, self._clock)
 
     async def close(self) -> None:
         """Stop following. Maintenance ends the requests that are still open."""
@@ -266,104 +266,24 @@ class AsyncClient:
 
     async def _outlive(self, stream: RequestStream) -> None:
         """A request whose client has gone goes on for its grace time, and ends then, unless another stream listens to it."""
-        delay = 0.05
-        while True:
-            try:
-                left = await self._bus.run(detach(stream.model, stream.request_id, self.incarnation, stream.handle))
-                break
-            except BusUnavailable:
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, 2.0)
+        left = await self._run_until_answered(detach(stream.model, stream.request_id, self.incarnation, stream.handle))
         if left is not None:
             await asyncio.sleep(left)
             await self._end(stream, Abort(stream.request_id))
 
     async def _end(self, stream: RequestStream, command: Abort) -> FinishOutcome:
         asker = Attachment(self.incarnation, stream.handle)
-        delay = 0.05
+        return await self._run_until_answered(transitions.finish(stream.model, stream.request_id, command, asker=asker))
+
+    async def _run_until_answered(self, call: Call[T]) -> T:
+        """Again and again while Redis is away."""
+        delay = FIRST_RETRY_SECONDS
         while True:
             try:
-                return await self._bus.run(transitions.finish(stream.model, stream.request_id, command, asker=asker))
+                return await self._bus.run(call)
             except BusUnavailable:
-                await asyncio.sleep(delay)  # Redis is away: the end must still reach it
-                delay = min(2 * delay, 2.0)
-
-    # Listening
-
-    async def _listen(self, subscribed: asyncio.Future[None]) -> None:
-        while True:
-            try:
-                async with self._bus.subscribe(keys.client_channel(self.incarnation)) as subscription:
-                    if subscribed.done():
-                        self._repairs.note_cut()
-                    else:
-                        subscribed.set_result(None)
-                    while True:
-                        message = await subscription.get()
-                        if message is not None:
-                            self._take_message(message[1])
-            except (BusUnavailable, UnfitRedis) as error:
-                if not subscribed.done():
-                    subscribed.set_exception(error)
-                    return
-                await asyncio.sleep(0.1)  # between attempts to reach Redis again
-
-    def _take_message(self, payload: bytes) -> None:
-        """A message that cannot be read counts as lost: the probes of its streams ask for its contents."""
-        try:
-            self._take_in(decode_client_message(payload))
-        except msgspec.DecodeError as error:
-            logger.error("a message cannot be read: %s", error)
-        except Exception:
-            logger.exception("a message cannot be taken in")
-
-    def _take_in(self, message: ClientMessage) -> None:
-        if isinstance(message, EngineCoreOutputs):
-            if message.incarnation >= self._incarnations.get(message.engine, 0):
-                self._incarnations[message.engine] = message.incarnation
-                self._take_outputs(message)
-        elif isinstance(message, RequestEnded):
-            stream = self._streams.get(message.handle)
-            if stream is not None and stream.request_id == message.request_id:
-                stream.take_end(message.reason, message.error)
-        elif isinstance(message, Detached):
-            stream = self._streams.get(message.handle)
-            if stream is not None and stream.request_id == message.request_id:
-                self._detached(stream)
-        else:
-            self._replies.take(message)
-
-    def _take_outputs(self, message: EngineCoreOutputs) -> None:
-        next_look = self._clock() + FIRST_PAUSE
-        gaps: set[int] = set()
-        logprobs = _index_logprobs(message.logprobs)
-        columns = (
-            decode_column(message.handles, np.int64).tolist(),
-            decode_column(message.choices).tolist(),
-            decode_column(message.offsets).tolist(),
-            decode_column(message.token_ids).tolist(),
-        )
-        for handle, choice, offset, token_id in zip(*columns, strict=True):
-            stream = self._streams.get(handle)
-            if stream is not None:
-                stream.next_look = next_look  # as `heard` does, which is called for everything but tokens
-                stream.pause = FIRST_PAUSE
-                told = logprobs.get((handle, choice, offset)) if logprobs else None
-                if not stream.take_token(choice, offset, token_id, told):
-                    gaps.add(handle)
-        for entry in message.prompt_logprobs:
-            stream = self._streams.get(entry.handle)
-            if stream is not None and not stream.take_prompt_logprobs(entry):
-                gaps.add(entry.handle)
-        for terminal in message.finished:
-            stream = self._streams.get(terminal.handle)
-            if stream is not None and not stream.take_terminal(terminal):
-                gaps.add(terminal.handle)
-        if message.replayed or message.cut_short or message.not_held:
-            self._repairs.note_answer(message)
-        gaps.difference_update(message.replayed)  # the engine has no more
-        if gaps:
-            self._repairs.note_gaps(gaps)
+                await asyncio.sleep(delay)  # Redis gives no sign of its return
+                delay = min(2 * delay, LONGEST_RETRY_SECONDS)
 
     # Small parts
 
@@ -396,7 +316,3 @@ async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
         for task in tasks:
             task.cancel()
         _, tasks = await asyncio.wait(tasks, timeout=0.1)
-
-
-def _index_logprobs(entries: list[OutputLogprobs]) -> dict[tuple[int, int, int], OutputLogprobs]:
-    return {(entry.handle, entry.choice, entry.offset): entry for entry in entries}

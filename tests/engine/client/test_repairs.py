@@ -41,14 +41,14 @@ def asked(redis_url: str, engine: RunningEngine) -> Counter[int]:
 
 def heard_by(client: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> list[EngineCoreOutputs]:
     """The answers to repairs that come from now on."""
-    taken, heard = client._take_in, list[EngineCoreOutputs]()
+    taken, heard = client._listener.take, list[EngineCoreOutputs]()
 
     def take(message: ClientMessage) -> None:
         if isinstance(message, EngineCoreOutputs) and (message.replayed or message.cut_short or message.not_held):
             heard.append(message)
         taken(message)
 
-    monkeypatch.setattr(client, "_take_in", take)
+    monkeypatch.setattr(client._listener, "take", take)
     return heard
 
 
@@ -59,7 +59,7 @@ async def test_one_lost_message_costs_each_of_its_streams_one_repair(
     monkeypatch.setattr(Repairs, "_find_silent", lambda repairs, now: None)  # nor are there on a busy machine
     engine = start_engine(num_blocks=5121, max_num_seqs=512, max_num_batched_tokens=2048)
     requests = [make_request(client, prompt=3, max_tokens=120) for _ in range(512)]
-    taken, lost_at = client._take_in, list[float]()
+    taken, lost_at = client._listener.take, list[float]()
 
     def lossy(message: ClientMessage) -> None:
         if not lost_at and isinstance(message, EngineCoreOutputs) and len(message.handles) == 512 * 8:
@@ -67,7 +67,7 @@ async def test_one_lost_message_costs_each_of_its_streams_one_repair(
         else:
             taken(message)
 
-    monkeypatch.setattr(client, "_take_in", lossy)
+    monkeypatch.setattr(client._listener, "take", lossy)
     followers = await add(client, *requests)
     async with asyncio.timeout(30):
         await wait_for_async(lambda: lost_at, "a step of all requests")
