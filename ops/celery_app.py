@@ -24,7 +24,7 @@ REDIS_URL = parse_redis_url(os.environ.get("HEADRACE_REDIS_URL") or "redis://127
 SCHEDULE = {
     "reap_api_servers": 2.0,
     "take_over_dead_engines": 2.0,
-    "expire_late_requests": 2.0,
+    "expire_late_requests": 10.0,  # for the time without an API server: each of those does it twice a second
     "roll_usage": 3.0,
     "expire_records": 30.0,
 }

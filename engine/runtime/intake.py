@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOOK_SECONDS = 0.2  # the longest that a lost bell can delay a request or a command
+LOOK_SECONDS = 0.2  # the longest that a lost bell can delay a request
+COMMANDS_SECONDS = 1.0  # and a command: each has a bell of its own, and a lost connection is noticed
 
 
 @dataclass(frozen=True)
@@ -269,26 +270,37 @@ class Intake:
     def _take_commands(self) -> None:
         last_id = "0"
         owner = self._owner
-        channels = (keys.wake_channel(owner.model), keys.control_channel(owner.model, owner.slot))
+        wake, told = keys.wake_channel(owner.model), keys.control_channel(owner.model, owner.slot)
         is_away = False
         while not self._stopped.is_set():
             try:
-                with owner.bus.subscribe(*channels) as subscription:
+                with owner.bus.subscribe(wake, told) as subscription:
                     if is_away:
                         owner.must_reconcile.set()
                     is_away = False
                     self._bell.set()  # what arrived before the subscription rang no bell here
+                    next_read = 0.0
                     while not self._stopped.is_set():
-                        batch = owner.bus.run(control.read_control(owner.model, owner.slot, owner.incarnation, last_id))
-                        last_id = batch.last_id
-                        for command in batch.commands:
-                            if isinstance(command, Abort):
-                                reach("stop-ordered")
-                            self._inbox.put(command)
-                        if subscription.get(LOOK_SECONDS) is not None:
+                        if time.monotonic() >= next_read:
+                            last_id = self._read_commands(last_id)
+                            next_read = time.monotonic() + COMMANDS_SECONDS
+                        message = subscription.get(LOOK_SECONDS)
+                        if message is not None:
                             self._bell.set()
+                            if message[0] == told:
+                                next_read = 0.0
             except BusUnavailable as error:
                 if not is_away:  # told once, not at every try
                     logger.warning("no commands can be read from Redis: %s", error)
                 is_away = True
                 self._stopped.wait(0.1)
+
+    def _read_commands(self, last_id: str) -> str:
+        """Hand the commands behind `last_id` to the loop; returns the id of the last one."""
+        owner = self._owner
+        batch = owner.bus.run(control.read_control(owner.model, owner.slot, owner.incarnation, last_id))
+        for command in batch.commands:
+            if isinstance(command, Abort):
+                reach("stop-ordered")
+            self._inbox.put(command)
+        return batch.last_id

@@ -25,7 +25,8 @@ from engine.runtime.core import EngineCore
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.25
+LOOK_SECONDS = 1.0  # between two looks: each takes time from a step
+LOOKS_A_TIMEOUT = 4  # at least, also where the timeout is short
 LATE_FACTOR = 10.0  # of a step's forecast
 FIRST_STEPS = 16  # they may compile kernels
 FIRST_STEPS_SECONDS = 300.0  # that one of those may take
@@ -85,10 +86,11 @@ class Watchdog:
         return self._alarm is None
 
     def _run(self) -> None:
+        interval = min(LOOK_SECONDS, self._timeout / LOOKS_A_TIMEOUT)
         last = time.monotonic()
-        while not self._end.wait(LOOK_SECONDS):
+        while not self._end.wait(interval):
             now = time.monotonic()
-            alarm = self.look(min(now - last, 2 * LOOK_SECONDS))
+            alarm = self.look(min(now - last, 2 * interval))
             last = now
             is_new = alarm is not None and self._alarm is None
             self._alarm = alarm

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.bus import keys
+from engine.bus import control, keys
+from engine.bus.call import Call
 from engine.bus.enqueue import AdmissionLimits, Refused
 from engine.client.client import AsyncClient
 from engine.protocol import (
@@ -38,6 +39,30 @@ async def test_a_client_that_leaves_frees_the_engine(engine: RunningEngine, clie
         stream.abort()
     await settled(engine)
     assert client.num_streams == 0
+
+
+async def test_commands_are_read_when_one_came_and_not_for_each_request(
+    start_engine: Callable[..., RunningEngine], client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
+    monkeypatch.setattr("engine.runtime.intake.COMMANDS_SECONDS", 60.0)
+    reads: list[str] = []
+    read_control = control.read_control
+
+    def count(model: str, slot: str, incarnation: int, last_id: str) -> Call[control.ControlBatch]:
+        reads.append(last_id)
+        return read_control(model, slot, incarnation, last_id)
+
+    monkeypatch.setattr(control, "read_control", count)
+    start_engine()
+    for _ in range(3):
+        (stream,) = await add(client, make_request(client, max_tokens=2))
+        await stream.whole()
+    long = await add_long(client)
+    assert len(reads) == 1, "when the engine began to listen"
+    async with asyncio.timeout(20):
+        assert (await client.abort(MODEL, long.request_id)).state == "ended"
+    assert len(reads) == 2
 
 
 async def test_abort_of_a_queued_request_needs_no_engine(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:

@@ -114,6 +114,16 @@ def test_seconds_in_which_the_engine_itself_was_stopped_do_not_count(monkeypatch
     assert engine.watchdog.gets_on()
 
 
+@pytest.mark.parametrize(("timeout", "interval"), [(20.0, 1.0), (0.5, 0.125)])
+def test_looks_are_seldom_but_not_for_a_short_timeout(timeout: float, interval: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve` gives an engine as long to show a sign of life, and each look is one."""
+    engine = Engine(timeout)
+    waits: list[float] = []
+    monkeypatch.setattr(engine.watchdog, "_end", SimpleNamespace(wait=lambda seconds: waits.append(seconds) or len(waits) > 2))
+    engine.watchdog._run()
+    assert waits == [interval] * 3
+
+
 @contextmanager
 def engine_process(model: Path, redis_url: str, log: Path, null: str, patch: str) -> Iterator[subprocess.Popen[bytes]]:
     """An engine with a worker process, in which `patch` has run, and which is ready."""
