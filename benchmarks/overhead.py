@@ -140,7 +140,7 @@ def measure_parts(url: str, size: int, num_steps: int) -> dict[str, float]:
             info = engine_info(config, core, MODEL, "")
             info.slot, info.incarnation = bus.run(leases.claim_slot(MODEL, info))
             owner, owned = SlotOwner(bus, info), OwnedRequests()
-            heartbeat = Heartbeat(owner, core, BusClock(), _raise)
+            heartbeat = Heartbeat(owner, lambda: True, BusClock(), _raise)
             heartbeat.start()
             publisher = Publisher(owner, owned, Reconciler(owner, owned, queue.SimpleQueue()), [server], _raise)
             steps: list[dict[str, float]] = []

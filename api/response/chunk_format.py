@@ -61,6 +61,7 @@ class AnswerFormat(ABC):
         self._id = f"{self.id_prefix}-{generation.external_id}"
         self._frame = ChunkFrame(self._id, self.chunk_object, generation.created, task.model.name)
         self._text_only = answer.logprobs is None and not answer.token_ids and not answer.echo
+        self._shown = self._text_chunk if self._text_only else self._piece  # the chunk of all that an output shows but the end
         self._shows_times = config.enable_per_request_metrics
         self._ends: dict[int, tuple[bytes, bytes]] = {}  # by choice: a chunk of text before and behind the text
 
@@ -100,12 +101,6 @@ class AnswerFormat(ABC):
             position.tell_end(output.index)
             chunks += position.event_id() + self._end(output)
         return chunks
-
-    def _shown(self, output: ChoiceOutput) -> bytes:
-        """The chunk of what an output shows, if it shows something."""
-        if not self._text_only:
-            return self._piece(output)
-        return self._text_chunk(output) if output.text else b""
 
     def _end(self, output: ChoiceOutput) -> bytes:
         """The chunk that ends a choice."""
@@ -153,7 +148,9 @@ class AnswerFormat(ABC):
         return self._frame.chunk(choice, **more)
 
     def _text_chunk(self, output: ChoiceOutput) -> bytes:
-        """A chunk with nothing but text. All around the text is made once a choice."""
+        """A chunk with nothing but text, if there is some. All around the text is made once a choice."""
+        if not output.text:
+            return b""
         index, text = output.index, encode_json(output.text)
         if self._answer.usage_continuous:
             before, after = self.text_item

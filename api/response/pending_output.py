@@ -35,13 +35,10 @@ class PendingOutput:
     def __init__(self, budget: OutputBudget, drop: Callable[[int], None]) -> None:
         self.drop = drop
         self._budget = budget
-        self._parts: dict[int, deque[_Part]] = {}  # by choice
-
-    def __bool__(self) -> bool:
-        return bool(self._parts)
+        self.parts: dict[int, deque[_Part]] = {}  # by choice; none: nothing waits
 
     def add(self, output: ChoiceOutput) -> None:
-        parts = self._parts.setdefault(output.index, deque())
+        parts = self.parts.setdefault(output.index, deque())
         if not parts or parts[-1].num_bytes >= PART_BYTES:
             parts.append(_Part(output.index))
         num_bytes = _size(output)
@@ -51,18 +48,18 @@ class PendingOutput:
 
     def pop(self) -> ChoiceOutput:
         """The oldest part of the choice that has waited longest. The other parts of that choice come behind those of the others."""
-        index = next(iter(self._parts))
-        parts = self._parts.pop(index)
+        index = next(iter(self.parts))
+        parts = self.parts.pop(index)
         part = parts.popleft()
         if parts:
-            self._parts[index] = parts
+            self.parts[index] = parts
         self._budget.change(self, -part.num_bytes)
         return part.output()
 
     def clear(self) -> None:
-        for parts in self._parts.values():
+        for parts in self.parts.values():
             self._budget.change(self, -sum(part.num_bytes for part in parts))
-        self._parts.clear()
+        self.parts.clear()
 
 
 class _Part(CollectedOutput):

@@ -54,7 +54,7 @@ class EventSink:
         writer = self._writer
         if self._last is not None:
             return
-        if self._pending or writer is None or not writer.ready or self._making is not None:
+        if self._pending.parts or writer is None or not writer.ready or self._making is not None:
             self._pending.add(output)
         else:
             self._write(writer, output)
@@ -81,7 +81,7 @@ class EventSink:
 
     def keep_alive(self, comment: bytes = COMMENT) -> None:
         """Write a comment. Where the socket is behind, it has enough to keep it alive."""
-        if self._writer is not None and self._writer.ready and not self._pending and self._making is None:
+        if self._writer is not None and self._writer.ready and not self._pending.parts and self._making is None:
             self._writer.write(comment)
 
     def _flush(self) -> None:
@@ -89,11 +89,17 @@ class EventSink:
         if writer is None:
             return
         try:
-            while self._pending and writer.ready and self._making is None:
+            while self._pending.parts and writer.ready and self._making is None:
                 self._write(writer, self._pending.pop())
         except Exception as error:
             self._fail(error)
-        if self._last is not None and not self._pending and writer.ready and self._making is None and not self._written.done():
+        if (
+            self._last is not None
+            and not self._pending.parts
+            and writer.ready
+            and self._making is None
+            and not self._written.done()
+        ):
             writer.write(one_line(self._last))
             self._written.set_result(None)
 

@@ -21,7 +21,7 @@ def test_parts_give_each_choice_whole_and_none_is_large(monkeypatch: pytest.Monk
         pending.add(ChoiceOutput(number % 2, f"{number} ", [number]))
     pending.add(ChoiceOutput(0, "", (), finish_reason=FinishReason.STOP))
     parts: dict[int, list[ChoiceOutput]] = {0: [], 1: []}
-    while pending:
+    while pending.parts:
         part = pending.pop()
         parts[part.index].append(part)
     for choice in (0, 1):
@@ -48,7 +48,7 @@ def test_beyond_the_budget_the_client_with_most_is_dropped() -> None:
         modest.add(ChoiceOutput(0, "x", [1]))
     while not dropped:
         greedy.add(ChoiceOutput(0, "x", [1], logprobs))
-    assert dropped == ["greedy"] and not greedy and modest
+    assert dropped == ["greedy"] and not greedy.parts and modest.parts
     for _ in range(200):
         greedy.add(ChoiceOutput(0, "x", [1]))
         greedy.pop()
