@@ -72,7 +72,7 @@ def _of_options(options: StructuredOutputs) -> str:
         case "regex":
             if "\0" in value:
                 raise BadRequest(f"{param} must not have the character NUL.", param=param)
-            return _checked(LLMatcher.grammar_from_regex(value), param)
+            return _checked(_made(lambda: LLMatcher.grammar_from_regex(value), param), param)
         case "choice":
             if not all(value):
                 raise BadRequest(f"{param} must not have an empty text.", param=param)
@@ -101,7 +101,7 @@ def _of_schema(schema: Any, param: str, options: StructuredOutputs | None = None
     options = options or StructuredOutputs.model_validate({})
     if options.disable_additional_properties:
         schema = _without_additional_properties(schema)
-    grammar = _schema_grammar(schema, options)
+    grammar = _made(lambda: _schema_grammar(schema, options), param)
     if why := _fault(grammar):
         raise BadRequest(f"{param}: the schema{_place_of_fault(schema, options)} is not supported: {why}", param=param)
     return _of_bounded_size(grammar, param)
@@ -112,6 +112,7 @@ def _schema_grammar(schema: Any, options: StructuredOutputs) -> str:
         rules: dict[str, Any] = {"whitespace_flexible": False}
     else:
         rules = {"whitespace_pattern": options.whitespace_pattern or WHITESPACE}
+    rules["lenient"] = False  # which a schema could ask for: then keywords would be ignored
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=rules)  # type: ignore[arg-type]
 
 

@@ -86,6 +86,8 @@ for _ in range(70):
         (as_schema(NESTED), "response_format", 'at /properties/a/anyOf/1/items is not supported: Unimplemented keys: ["not"]'),
         (as_schema(REFERRED), "response_format", "at /$defs/a is not supported: Unknown format: odd"),
         (as_schema({"type": "strin"}), "response_format", "the schema is not supported: Invalid type: strin"),
+        (as_schema({"x-guidance": {"lenient": True}, "not": {}}), "response_format", 'Unimplemented keys: ["not"]'),
+        (as_schema({"properties": {"\ud800": {}}}), "response_format", "cannot be read"),
         (as_schema({"$ref": "#/nope"}), "response_format", "does not exist"),
         (as_schema(DEEP), "response_format", "nested more than 64 levels deep"),
         (as_schema(False), "response_format", 'Unimplemented keys: ["not"]'),
