@@ -15,6 +15,7 @@ from rich.table import Table
 
 from gpu.config import ModelConfig, ParallelConfig, WorkerConfig
 from gpu.executor import Executor
+from gpu.executor_factory import executor_for
 from gpu.plan import NewRequest, SamplingParams, SchedulerOutput
 
 NONE = np.zeros(0, np.int32)
@@ -58,7 +59,7 @@ def main() -> None:
             for ranks in options.ranks
         ),
     ]:
-        executor = Executor.make(
+        executor = executor_for(
             WorkerConfig(
                 ModelConfig(load_format="null"),
                 parallel=parallel,

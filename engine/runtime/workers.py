@@ -8,12 +8,13 @@ from engine.config import EngineConfig
 from engine.runtime.capacity import step_limits
 from gpu.config import WorkerConfig
 from gpu.executor import Executor
+from gpu.executor_factory import executor_for
 
 
 def make_executor(config: EngineConfig) -> Executor:
     """Not launched yet. Raises UnsupportedConfiguration."""
     budget, max_num_seqs = step_limits(config.scheduler, *_device(config))
-    return Executor.make(WorkerConfig(config.model, config.cache, config.parallel, max_num_seqs, budget))
+    return executor_for(WorkerConfig(config.model, config.cache, config.parallel, max_num_seqs, budget))
 
 
 def _device(config: EngineConfig) -> tuple[str, int, str]:

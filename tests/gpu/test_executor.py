@@ -18,7 +18,9 @@ import psutil
 import pytest
 
 from gpu.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
-from gpu.executor import Executor, MultiprocExecutor, WorkerError
+from gpu.executor import Executor, WorkerError
+from gpu.executor_factory import executor_for
+from gpu.multiproc_executor import MultiprocExecutor
 from gpu.null import ENVIRONMENT_VARIABLE
 from gpu.plan import Int32Array, ModelRunnerOutput, NewRequest, SamplingParams, SchedulerOutput
 from tests.waiting import wait_for
@@ -41,7 +43,7 @@ def make_executor() -> Iterator[StartExecutor]:
     executors: list[Executor] = []
 
     def make(backend: str = "mp", num_ranks: int = 1, **model: Any) -> Executor:
-        executors.append(Executor.make(_config(backend, num_ranks, **model)))
+        executors.append(executor_for(_config(backend, num_ranks, **model)))
         return executors[-1]
 
     yield make
@@ -171,7 +173,7 @@ def test_capacity_is_that_of_the_smallest_rank(make_executor: StartExecutor) -> 
 
 def test_the_uni_backend_refuses_several_ranks() -> None:
     with pytest.raises(ValueError, match="tensor-parallel-size above 1 needs mp"):
-        Executor.make(_config("uni", 2))
+        executor_for(_config("uni", 2))
 
 
 @pytest.mark.parametrize("backend", ["uni", "mp"])
@@ -219,9 +221,9 @@ def test_workers_that_nobody_waits_for_end_with_the_executor(
 
 def test_no_torch_on_the_engine_side_and_none_for_the_null_runner() -> None:
     script = (
-        "import sys; from gpu.executor import Executor; from gpu.config import *;"
+        "import sys; from gpu.executor_factory import executor_for; from gpu.config import *;"
         "c = WorkerConfig(ModelConfig(load_format='null'), parallel=ParallelConfig(distributed_executor_backend='uni'));"
-        "Executor.make(c).start(); assert 'torch' not in sys.modules"
+        "executor_for(c).start(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=60)
 
@@ -379,7 +381,7 @@ def test_workers_end_by_themselves(start_executor: StartExecutor) -> None:
 
 def test_a_worker_that_does_not_listen_is_killed(start_executor: StartExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped, it takes no order and no SIGTERM."""
-    monkeypatch.setattr("gpu.executor.STOP_SECONDS", 0.2)
+    monkeypatch.setattr("gpu.multiproc_executor.STOP_SECONDS", 0.2)
     executor = start_executor("mp", 2)
     processes = _processes(executor)
     os.kill(processes[1].pid, signal.SIGSTOP)
@@ -390,7 +392,7 @@ def test_a_worker_that_does_not_listen_is_killed(start_executor: StartExecutor, 
 def test_shutdown_wakes_the_thread_that_waits_for_a_step(
     start_executor: StartExecutor, null_settings: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpu.executor.STOP_SECONDS", 0.2)
+    monkeypatch.setattr("gpu.multiproc_executor.STOP_SECONDS", 0.2)
     null_settings("step_seconds=60")
     executor = start_executor("mp", 2)
     executor.submit(_prefill())
@@ -426,10 +428,10 @@ def test_workers_have_names(start_executor: StartExecutor) -> None:
 PARENT = """
 import signal, sys, time
 from gpu.config import ModelConfig, ParallelConfig, WorkerConfig
-from gpu.executor import Executor
+from gpu.executor_factory import executor_for
 
 print("main", flush=True)
-executor = Executor.make(WorkerConfig(ModelConfig(load_format="null"), parallel=ParallelConfig(3)))
+executor = executor_for(WorkerConfig(ModelConfig(load_format="null"), parallel=ParallelConfig(3)))
 def tell(fraction=0.0):
     print(*(rank.process.pid for rank in executor._ranks), flush=True)
 ending = sys.argv[1]
@@ -497,7 +499,7 @@ def test_workers_log_through_the_parent(
 @pytest.fixture(scope="module")
 def tiny_llama_tokens(tiny_llama: Path) -> list[list[int]]:
     """[step][row] from the model in this process."""
-    executor = Executor.make(_config("uni", 1, load_format="auto", model=str(tiny_llama)))
+    executor = executor_for(_config("uni", 1, load_format="auto", model=str(tiny_llama)))
     executor.start()
     executor.allocate_kv(100, 1000)
     tokens = _serve_two(executor)

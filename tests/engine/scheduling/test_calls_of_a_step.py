@@ -20,7 +20,7 @@ from engine.runtime.reconciliation import Reconciler
 from engine.runtime.slot_owner import SlotOwner
 from engine.scheduling.scheduler import Scheduler
 from gpu.config import ModelConfig, ParallelConfig, WorkerConfig
-from gpu.executor import Executor
+from gpu.executor_factory import executor_for
 from gpu.plan import SchedulerOutput, encode
 from tests.engine.bus.ledger_world import engine_info
 from tests.engine.scheduling.harness import make_request
@@ -53,7 +53,7 @@ class Decodes:
         num_blocks = 8 * size + 1
         self.scheduler = Scheduler(SchedulerConfig(**limits), BLOCK_SIZE, num_blocks, 8 * BLOCK_SIZE)  # type: ignore[arg-type]
         parallel = ParallelConfig(distributed_executor_backend="uni")
-        self.executor = Executor.make(WorkerConfig(ModelConfig(load_format="null"), parallel=parallel, **limits))
+        self.executor = executor_for(WorkerConfig(ModelConfig(load_format="null"), parallel=parallel, **limits))
         self.executor.start()
         self.executor.allocate_kv(num_blocks, 8 * BLOCK_SIZE)
         owner, owned = SlotOwner(Bus("redis://nowhere"), engine_info("model")), OwnedRequests()
