@@ -1,52 +1,26 @@
-"""The supervisor with small stand-in children: restart, giving up, signals, forced stop, and death by kill -9."""
+"""The supervisor with small stand-in children: restart, giving up, signals, forced stop."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from ops import child as children
-from ops.child import Child, ChildFailed, Command
+from ops.child import Child, ChildFailed
 from ops.supervise import Supervisor
+from tests.ops.stand_ins import READY, SLEEP, Watched, command, gone
 from tests.waiting import wait_for_async
-
-READY = "import os, sys; os.write(int(sys.argv[sys.argv.index('--progress-fd') + 1]), b'{\"phase\": \"ready\"}\\n')"
-SLEEP = "import signal; signal.pause()"
 
 
 @pytest.fixture(autouse=True)
 def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "FIRST_DELAY", 0.01)
-
-
-def python(*lines: str) -> list[str]:
-    return [sys.executable, "-S", "-c", "\n".join(lines)]
-
-
-def command(name: str, *lines: str, **more: Any) -> Command:
-    return Command(name, python(*lines), dict(os.environ), **more)
-
-
-class Watched:
-    """A child, what it printed and what it reported."""
-
-    def __init__(self, command: Command, on_exit: Callable[..., Any] | None = None) -> None:
-        self.lines: list[str] = []
-        self.reports: list[dict[str, Any]] = []
-        self.exits: list[children.Exit] = []
-        self.child = Child(command, on_line=self.lines.append, on_progress=self.reports.append, on_exit=self._exited)
-
-    async def _exited(self, ended: children.Exit) -> None:
-        self.exits.append(ended)
 
 
 async def run_until_signal(bring_up: Callable[[Supervisor], Any], *signals: signal.Signals) -> int:
@@ -353,72 +327,3 @@ async def test_a_line_without_end_is_cut() -> None:
     await run_until_signal(bring_up, signal.SIGTERM)
     assert sum(map(len, watched.lines)) == 1000000
     assert max(map(len, watched.lines)) <= 2 * children.LONGEST_LINE
-
-
-def gone(pid: int) -> None:
-    """Waits until no such process is left, or is left unreaped."""
-    try:
-        process = psutil.Process(pid)
-        if process.status() != psutil.STATUS_ZOMBIE:
-            process.wait(10)
-    except psutil.NoSuchProcess:
-        pass
-
-
-SUPERVISED = f"""
-import asyncio, os, sys
-from ops.child import Child, Command
-from ops.supervise import Supervisor
-async def bring_up(supervisor):
-    command = Command("child", [sys.executable, "-S", "-c", {(READY + chr(10) + SLEEP)!r}], dict(os.environ))
-    child = Child(command, on_line=print, on_progress=print)
-    supervisor.start(child)
-    await child.ready.wait()
-    print(child.pid, flush=True)
-async def main():
-    supervisor = Supervisor()
-    return await supervisor.run(bring_up(supervisor))
-sys.exit(asyncio.run(main()))
-"""
-
-
-@pytest.fixture
-def supervised() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A supervisor in a process of its own, and the pid of its child."""
-    with subprocess.Popen([sys.executable, "-c", SUPERVISED], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        process.stdout.readline()  # the child's report
-        yield process, int(process.stdout.readline())
-        process.kill()
-
-
-def test_kill_9_of_the_supervisor_takes_its_children_along(supervised: tuple[subprocess.Popen[str], int]) -> None:
-    process, child = supervised
-    process.kill()
-    process.wait()
-    gone(child)
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
-
-
-def test_the_exit_status_reaches_the_shell(supervised: tuple[subprocess.Popen[str], int]) -> None:
-    process, child = supervised
-    process.send_signal(signal.SIGINT)
-    assert process.wait(10) == 130
-    assert not psutil.pid_exists(child)
-
-
-def test_a_command_is_not_started_for_a_parent_that_has_died() -> None:
-    from ops import parent_death
-
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", parent_death.__file__, "1", "echo", "started"], capture_output=True, timeout=10
-    )
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
-
-
-def test_a_command_that_does_not_exist_is_an_error() -> None:
-    from ops import parent_death
-
-    wrapped = parent_death.bound_to_parent(["/no/such/command"])
-    done = subprocess.run(wrapped, capture_output=True, text=True, timeout=10)
-    assert (done.returncode, done.stderr) == (os.EX_CONFIG, "cannot start /no/such/command: No such file or directory\n")
