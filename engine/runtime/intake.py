@@ -33,6 +33,7 @@ from engine.runtime.orphan_outputs import OrphanOutputs
 from engine.runtime.owned_requests import OwnedRequest, OwnedRequests
 from engine.runtime.reconciliation import INTERVAL as RECONCILE_SECONDS
 from engine.runtime.reconciliation import Reconciler
+from engine.runtime.retries import insist
 from engine.runtime.slot_owner import SlotOwner
 from engine.scheduling.request import TOKEN_BYTES, Request
 
@@ -245,14 +246,8 @@ class Intake:
             self._give_up(taken, source, f"The engine cannot take the request in: {type(error).__name__}: {error}")
 
     def _insist(self, call: Call[T]) -> T:
-        """Again and again while Redis is away: what was taken must get on. Raises BusUnavailable when the engine stops."""
-        while True:
-            try:
-                return self._owner.run(call)
-            except BusUnavailable as error:
-                if self._stopped.wait(0.1):
-                    raise
-                logger.warning("a request that was taken waits for Redis: %s", error)
+        """What was taken must get on. Raises BusUnavailable when the engine stops before Redis answers."""
+        return insist(lambda: self._owner.run(call), self._stopped, "a request that was taken")
 
     def _give_up(self, taken: Taken, source: EngineCoreRequest, why: str) -> None:
         self._num_taken -= source.sampling.n  # it does not come to the loop

@@ -28,6 +28,7 @@ from engine.runtime.checkpoints import OpenJournal
 from engine.runtime.held_requests import HeldRequest, reason_of
 from engine.runtime.owned_requests import OwnedRequest, OwnedRequests
 from engine.runtime.reconciliation import Reconciler
+from engine.runtime.retries import insist
 from engine.runtime.slot_owner import SlotOwner
 from engine.scheduling.request import Request
 from engine.scheduling.step_outputs import StepOutputs
@@ -97,7 +98,7 @@ class Publisher:
         self._journal = OpenJournal()
         self.is_blocked = False  # the loop waits in `put`
         self._give_up_at = math.inf  # monotonic
-        self._is_closed = False
+        self._closed = threading.Event()
 
     def start(self) -> None:
         self._thread.start()
@@ -123,12 +124,14 @@ class Publisher:
         with suppress(queue.Full):
             self._queue.put(None, timeout=timeout)
             self._thread.join(timeout)
-        self._is_closed = True
+        self._closed.set()
 
     def _run(self) -> None:
         try:
-            while not self._is_closed and (events := self._queue.get()) is not None:
+            while not self._closed.is_set() and (events := self._queue.get()) is not None:
                 self._flush(events)
+        except BusUnavailable:  # the engine stops
+            pass
         except BaseException as error:
             self._failed(error)
             while self._queue.get() is not None:  # nothing can be flushed any more; never block the loop
@@ -138,26 +141,23 @@ class Publisher:
         call, messages, size = self.call_for(events)
         ended = [owned for held in events.ended if (owned := self._owned.get(held.source.request_id)) is not None]
         self._keep(KeptFlush(self._num_flushes, call, ended, size, time.monotonic()))
-        is_delivered = self._deliver(call)
+        self._deliver(call)
         reach("flush-sent")
-        clears_some = False
-        if is_delivered:
-            self._owned.remove(owned.source.request_id for owned in ended)
-            self._journal.add(messages, size)
-            clears_some = self._owned.note_output(messages)
+        self._owned.remove(owned.source.request_id for owned in ended)
+        self._journal.add(messages, size)
+        clears_some = self._owned.note_output(messages)
         if events.stored:
             self._checkpoint([OutputPart(request_id, encode(output)) for request_id, output in events.stored])
         elif self._journal.is_full or clears_some:
             self._checkpoint(self._journal.take_parts(self._owned))
 
-    def _deliver(self, call: Call[Flushed]) -> bool:
-        """Until Redis has it; False: the engine stops first."""
+    def _deliver(self, call: Call[Flushed]) -> None:
+        """Returns when Redis has it."""
         flushed = self._insist(call)
-        while flushed is not None and flushed.outcome == GAP:
+        while flushed.outcome == GAP:
             flushed = self._send_again(flushed.last)
-        return flushed is not None
 
-    def _send_again(self, last: int) -> Flushed | None:
+    def _send_again(self, last: int) -> Flushed:
         """Redis has flushes up to number `last` alone: it was restarted, rolled back or wiped. What it lost comes again, in order.
 
         Requests that had ended run in Redis again until their end has come again, and no other comparison may happen meanwhile.
@@ -165,11 +165,12 @@ class Publisher:
         again = [kept for kept in self._kept if kept.number > last]
         logger.warning("Redis has lost %d flushes of this engine: they are sent again", len(again))
         with self._owned.taking:
-            self._insist_on(lambda: self._reconciler.run([owned for kept in again for owned in kept.ended]))
-            flushed: Flushed | None = Flushed(GAP, last)
+            ended = [owned for kept in again for owned in kept.ended]
+            insist(lambda: self._reconciler.run(ended), self._closed, "output")
+            flushed = Flushed(GAP, last)
             for kept in again:
                 flushed = self._insist(journals.flush_behind(kept.call, last))
-                if flushed is None or flushed.outcome == GAP:
+                if flushed.outcome == GAP:
                     return flushed
                 last = kept.number
         self._reconciler.store_outputs()
@@ -186,21 +187,9 @@ class Publisher:
         self._insist(journals.checkpoint(owner.model, owner.slot, owner.incarnation, parts, self._num_flushes))
         reach("checkpointed")
 
-    def _insist(self, call: Call[T]) -> T | None:
-        return self._insist_on(lambda: self._owner.run(call))
-
-    def _insist_on(self, work: Callable[[], T]) -> T | None:
-        """Again and again while Redis is away; None: the engine stops first."""
-        delay = 0.02
-        while True:
-            try:
-                return work()
-            except BusUnavailable as error:
-                if self._is_closed:
-                    return None
-                logger.warning("output waits for Redis: %s", error)
-                time.sleep(delay)  # Redis gives no sign of its return
-                delay = min(2 * delay, 1.0)
+    def _insist(self, call: Call[T]) -> T:
+        """Raises BusUnavailable when the engine stops before Redis answers."""
+        return insist(lambda: self._owner.run(call), self._closed, "output")
 
     def call_for(self, events: StepEvents) -> tuple[Call[Flushed], list[tuple[str, EngineCoreOutputs]], int]:
         """The flush of events, under the next number; the messages that it journals, and their size in bytes."""
