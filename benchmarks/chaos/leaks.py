@@ -30,7 +30,6 @@ KEPT = (
     "owner:",
     "claim:",
     "control:",
-    "taken:",
     "shares",
     "progress:",
     "journals",
