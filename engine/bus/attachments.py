@@ -36,7 +36,7 @@ def attach(model: str, client: str, requests: Sequence[tuple[str, int]]) -> Call
     def decode(answer: list[Any]) -> list[str]:
         return [state.decode() for state in answer]
 
-    return Call(decode, script("attach", "ledger"), (*keys.ledger(model), keys.control(model)), tuple(arguments))
+    return Call(decode, script("attach", "ledger", "commands"), (*keys.ledger(model), keys.control(model)), tuple(arguments))
 
 
 def detach(model: str, request_id: str, client: str, handle: int | None = None) -> Call[float | None]:

@@ -28,7 +28,7 @@ def control(model: str, slot: str, incarnation: int, command: ControlCommand) ->
         milliseconds(CONTROL_TTL),
         keys.control_channel(model, slot),
     )
-    return Call(lambda answer: None, script("control"), (keys.control(model, slot),), arguments)
+    return Call(lambda answer: None, script("control", "commands"), (keys.control(model, slot),), arguments)
 
 
 @dataclass(frozen=True)

@@ -161,4 +161,4 @@ def finish(
     def decode(answer: list[Any]) -> FinishOutcome:
         return FinishOutcome(answer[0].decode(), parse_record(parse_fields(answer[1])))
 
-    return Call(decode, script("finish", "ledger"), (*keys.ledger(model), keys.control(model)), arguments)
+    return Call(decode, script("finish", "ledger", "commands"), (*keys.ledger(model), keys.control(model)), arguments)

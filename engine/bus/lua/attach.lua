@@ -27,20 +27,15 @@ local function change_record(id, record, handle)
   if before ~= '' then tell_before(id, before, record[4]) end
 end
 
-local function tell_engine(slot, incarnation, command)
-  local stream = CONTROL .. slot
-  redis.call('XADD', stream, 'MAXLEN', '~', kept, '*', 'incarnation', incarnation, 'command', command)
-  redis.call('PEXPIRE', stream, control_ttl)
-  redis.call('PUBLISH', control_channel .. slot, '')
-end
-
 local function attach(id, handle, command)
   local record = redis.call('HMGET', RECORD .. id, 'state', 'engine', 'client', 'handle', 'attachments', 'incarnation')
   local state = record[1]
   if not state then return 'unknown' end
   if state == 'ended' then return state end
   if record[3] ~= client or record[4] ~= handle then change_record(id, record, handle) end
-  if state == 'running' then tell_engine(record[2], record[6], command) end
+  if state == 'running' then
+    send_command(CONTROL .. record[2], control_channel .. record[2], record[6], command, kept, control_ttl)
+  end
   return state
 end
 

@@ -4,7 +4,6 @@
 -- ARGV incarnation, command, commands kept, control's time to live in ms, channel that wakes the engine
 -- Answer: 1. Runs when memory is short too: it makes streams whole, or ends requests.
 
-redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[3], '*', 'incarnation', ARGV[1], 'command', ARGV[2])
-redis.call('PEXPIRE', KEYS[1], ARGV[4])
-redis.call('PUBLISH', ARGV[5], '')
+local incarnation, command, kept, ttl, channel = unpack(ARGV)
+send_command(KEYS[1], channel, incarnation, command, kept, ttl)
 return 1

@@ -9,8 +9,7 @@ local most, reason, client_channel, error, pause = unpack(ARGV)
 local ended, running = 0, {}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', DEADLINES, '-inf', NOW, 'LIMIT', 0, most)) do
   local state = redis.call('HGET', RECORD .. id, 'state')
-  if state == 'queued' and end_request(id, {'reason', 'error', 'error', error}) then
-    publish_ended(id, client_channel, reason, error)
+  if state == 'queued' and end_in_error(id, client_channel, reason, error) then
     ended = ended + 1
   elseif state == 'running' then
     running[#running + 1] = id

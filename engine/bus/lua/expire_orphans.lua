@@ -15,8 +15,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', ORPHANS, '-inf', before)) do
   local fingerprint = redis.call('HGET', RECORD .. id, 'fingerprint')
   if not fingerprint then
     redis.call('ZREM', ORPHANS, id)
-  elseif redis.call('EXISTS', SERVED_BY .. fingerprint) == 0 and end_request(id, {'reason', 'error', 'error', ERROR}) then
-    publish_ended(id, client_channel, reason, ERROR)
+  elseif redis.call('EXISTS', SERVED_BY .. fingerprint) == 0 and end_in_error(id, client_channel, reason, ERROR) then
     ended = ended + 1
   end
 end

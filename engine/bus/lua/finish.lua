@@ -48,9 +48,6 @@ if state == 'queued' and (choice == '-1' or record[2] == '1') and not (is_orphan
   end_request(id, facts)
   publish_ended(id, client_channel, reason, error)
 elseif state == 'running' then
-  local stream = CONTROL .. record[3]
-  redis.call('XADD', stream, 'MAXLEN', '~', kept, '*', 'incarnation', record[4], 'command', command)
-  redis.call('PEXPIRE', stream, control_ttl)
-  redis.call('PUBLISH', control_channel .. record[3], '')
+  send_command(CONTROL .. record[3], control_channel .. record[3], record[4], command, kept, control_ttl)
 end
 return {state, record_without_output()}

@@ -251,6 +251,13 @@ local function publish_ended(id, client_channel, reason, error)
   redis.call('PUBLISH', client_channel .. record[1], cmsgpack.pack(message))
 end
 
+-- A request ends with an error that no engine tells; its API server hears of it. False: it had ended before.
+local function end_in_error(id, client_channel, reason, error)
+  if not end_request(id, {'reason', 'error', 'error', error}) then return false end
+  publish_ended(id, client_channel, reason, error)
+  return true
+end
+
 -- The error for an engine that may not write for a slot; nil: it may. UNOWNED means that Redis was wiped: the engine takes its slot again.
 local function not_owner(owner_key, incarnation)
   local owner = redis.call('GET', owner_key)

@@ -10,6 +10,4 @@ local refused = not_owner(KEYS[OWN_KEYS + 1], incarnation)
 if refused then return refused end
 local id = read_entry(entry)
 if not id or redis.call('HGET', RECORD .. id, 'incarnation') ~= incarnation then return 0 end
-if not end_request(id, {'reason', 'error', 'error', error}) then return 0 end
-publish_ended(id, client_channel, reason, error)
-return 1
+return end_in_error(id, client_channel, reason, error) and 1 or 0

@@ -44,10 +44,7 @@ local function take_over(entry)
   if tonumber(holder) > tonumber(incarnation) then return end
   if blames == '1' and is_suspected(id) then
     local error = 'The engines that ran this request died, one after the other.'
-    if end_request(id, {'reason', 'error', 'error', error}) then
-      publish_ended(id, client_channel, reason, error)
-      ended = ended + 1
-    end
+    if end_in_error(id, client_channel, reason, error) then ended = ended + 1 end
     return
   end
   make_orphan(id, entry)
