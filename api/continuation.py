@@ -1,5 +1,7 @@
-"""Answers to requests that any API server enqueued before: a stream continued behind its client's last event, the kept answer of an
-ended one, a retry with the same Idempotency-Key.
+"""Answers to requests that any API server enqueued before.
+
+Streams continue behind the client's last event, ended requests give their kept answers, and retries with the same Idempotency-Key
+get the answer of the first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The API server process: a listening socket, an event loop, and an orderly end.
 
-SIGUSR2 has the process leave: it accepts no more connections, which are another process's where they share the listening socket,
-answers what comes on those that it has, and ends when none is left. SIGTERM and SIGINT do the same for --shutdown-timeout seconds.
-Then requests are refused and open ones aborted, and their clients still get their last event. A second one of these signals ends
-the process at once.
+SIGUSR2 has the process leave. It accepts no more connections, answers what comes on those that it has, and ends when none is left.
+New connections go to the other processes that share the listening socket. SIGTERM and SIGINT do the same for --shutdown-timeout
+seconds. Then requests are refused and open ones aborted, and their clients still get their last event. A second one of these
+signals ends the process at once.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ async def _stop(server: _Server, service: Service, ending: _Ending) -> None:
 
 
 async def _finish(server: _Server, patience: float) -> None:
-    """Returns when no connection is left, or when for `patience` seconds none had a request: clients may just be sending one, on a
-    connection that they think is kept. Each answer says that it is the last."""
+    """Returns when no connection is left, or when for `patience` seconds none had a request. Until then a client may be sending one
+    on a connection that it keeps. Each answer says that it is the connection's last."""
     loop = asyncio.get_running_loop()
     calm_since = loop.time()
     while connections := server.connections():

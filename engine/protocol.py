@@ -270,8 +270,8 @@ class Abort(msgspec.Struct, array_like=True, tag=1):
 
 
 class Lack(msgspec.Struct, array_like=True):
-    """The output of one request that a receiver may lack: of each (choice, offset) the tokens from the offset on and the end, and
-    prompt logprobs from `prompt_position` on, 0: none."""
+    """The output of one request that a receiver may lack: of each (choice, offset) the tokens from the offset on, and the end; and
+    prompt logprobs from `prompt_position` on (0: none)."""
 
     request_id: str
     handle: Int64  # the receiver's: the output comes under it

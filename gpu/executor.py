@@ -40,8 +40,8 @@ class Executor(ABC):
         self._failed = threading.Event()
 
     def launch(self) -> None:
-        """Has the workers begin and returns at once, so that the caller can do other things until `start`, which waits for them
-        and launches them unless that was done. Raises WorkerError."""
+        """Has the workers begin and returns at once, so that the caller can do other things meanwhile. `start` waits for them, and
+        launches them unless that was done. Raises WorkerError."""
         self.check_health()
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """The structs that cross between engine and workers: `SchedulerOutput` out, `ModelRunnerOutput` back.
 
-Torch-free, so that the engine can import it. Everything that grows with the batch is a numpy column, everything else says only
-what changed since the step before: a worker keeps one row of state a request and is told new rows, freed rows and new blocks.
+Torch-free, so that the engine can import it. A worker keeps one row of state for each request. Everything that grows with the batch
+is a numpy column. Everything else says only what changed since the step before: new rows, freed rows and new blocks.
 On the wire (multi-process executor) the structs are MessagePack; columns travel as their little-endian bytes.
 """
 

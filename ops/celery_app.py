@@ -2,7 +2,7 @@
 
 `headrace maintenance` runs it, and so does `celery -A ops.celery_app worker -B --pool solo`.
 
-Every task is short, safe to run twice and at the same time, and acknowledged after it is done: a worker that is killed loses
+Every task is short, safe to run twice and at the same time, and acknowledged after it is done. So the death of the process loses
 nothing, and the next beat would do the work anyway. Importing this loads neither torch nor the API server.
 """
 

@@ -1,6 +1,6 @@
 """A child process that is kept running: started, watched, restarted with backoff when it dies, followed by another one.
 
-It dies with this process (ops/parent_death.py) and leads a session of its own: a Ctrl-C in the terminal reaches the supervisor
+It dies with this process (ops/parent_death.py) and leads a session of its own. So a Ctrl-C in the terminal reaches the supervisor
 alone, and all processes that a child has started can be killed with it.
 """
 

@@ -34,9 +34,9 @@ _HEADERS = tuple(pair for pair in EventSourceResponse(iter(())).raw_headers if p
 class EventSink:
     """Writes a generation's outputs as events of its response.
 
-    While the response's head has not gone out, or the socket takes no more, outputs are merged, one a choice: a slow client holds
-    its own output and nothing else, and is dropped when that is too much. So they are while the events of a long output, such as an
-    echo with its logprobs, are made on a thread.
+    While the response's head has not gone out, or the socket takes no more, outputs are merged, one a choice. So they are while the
+    events of a long output, such as an echo with its logprobs, are made on a thread. A slow client delays no other client, and is
+    dropped when too much of its output waits.
     """
 
     def __init__(self, format: AnswerFormat, budget: OutputBudget) -> None:

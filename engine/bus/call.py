@@ -90,8 +90,9 @@ class Script:
 def script(name: str, *libraries: str) -> Script:
     """The script `lua/<name>.lua` behind the libraries that it names.
 
-    The `#!lua` line makes Redis refuse a whole script when it is out of memory, where it would else fail at its first write that
-    needs memory: half done. Those that admit nothing run even then: what was admitted must get on and end, or no memory is freed.
+    With the `#!lua` line Redis refuses a whole script when it is out of memory. Without it the script would fail half done, at its
+    first write that needs memory. Scripts that admit nothing run even then: what was admitted must get on and end, or no memory is
+    freed.
     """
     parts = [(LUA / f"{part}.lua").read_text(encoding="utf-8") for part in (*libraries, name)]
     flags = "" if name in ADMITTING else " flags=allow-oom"

@@ -49,9 +49,9 @@ def flush(
 ) -> Call[Flushed]:
     """A step's outputs, at once: journal entry, publications, records. Raises Fenced, Unowned.
 
-    `number` rises with each flush of an incarnation, and `previous` is that of the flush before: so a flush that is sent twice
-    counts once, and one that Redis lost is noticed. `messages`: (API server incarnation, ClientMessage bytes), one each. `started`:
-    record fields of running requests. `notices`: (channel, ClientMessage bytes), published and not journaled.
+    `number` rises with each flush of an incarnation, and `previous` is the number of the flush before. So a flush sent twice counts
+    once, and Redis notices one that it lost. `messages`: (API server incarnation, ClientMessage bytes), one each. `started`: record
+    fields of running requests. `notices`: (channel, ClientMessage bytes), published and not journaled.
     """
     arguments: list[Argument] = [
         incarnation,

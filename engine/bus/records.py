@@ -281,8 +281,8 @@ def repeated(models: Sequence[str], tenant: str, key: str) -> Call[tuple[str, Re
 def stored_output(model: str, request_id: str) -> Call[StoredOutput | None]:
     """The output of an ended request. None: it has not ended, or its record is gone.
 
-    A request that ended without its engine's word (aborted while it waited, its engine died) has no tokens stored: each choice is
-    then empty, with the record's reason and error. Nor has one whose output gave way to newer ones: that is its error.
+    A request that its engine did not end has no tokens stored: it was aborted while it waited, or its engine died. Each choice is
+    then empty, with the record's reason and error. An output that gave way to newer ones is empty too, and its error says so.
     """
 
     def decode(answers: list[Any]) -> StoredOutput | None:

@@ -109,9 +109,9 @@ class EngineCore:
     def step(self) -> StepOutputs | None:
         """Plan and submit the next step, then take in the oldest one that is out. None when there is nothing to do.
 
-        With asynchronous scheduling the step planned here runs on the workers while its predecessor is taken in, given out, and its
-        successor is planned: the workers append what they sample to their own rows, so a plan needs no token to be known. Raises
-        `WorkerError` when the workers are gone.
+        With asynchronous scheduling the workers run the step planned here while the engine takes in its predecessor and plans its
+        successor. Workers append what they sample to their own rows, so a plan needs no token ids. Raises `WorkerError` when the
+        workers are gone.
         """
         if not self.has_work:
             return None  # and no step has started: an idle engine is not a late one

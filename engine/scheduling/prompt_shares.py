@@ -1,8 +1,8 @@
 """How prompts share a step: the shortest gets its part first, and the longest are not starved.
 
-The first that runs, or else waits, in the policy's order has half of what the step can give to prompts, so that each is computed in
-time whatever comes behind it. It holds KV blocks that others may wait for. The rest goes to those with the fewest tokens left, so
-that a short prompt does not wait for long ones.
+Half of what the step can give to prompts goes to the first prompt in the policy's order, of those that run or else of those that
+wait. So each prompt is computed in time, and gives back KV blocks that others may wait for. The rest goes to those with the fewest
+tokens left, so that a short prompt does not wait for long ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The numbers of running requests, a row each: columns that a pure decode step advances at once.
 
-Rows are the workers' rows. Counts come in two times: `num_tokens` and `num_computed` stand where the workers will be after every
-step planned so far, `num_known` and `num_written` where they were when the last returned step ended.
+Rows are the workers' rows. Counts are of two moments. `num_tokens` and `num_computed` are what the workers will
+have after every step planned so far. `num_known` and `num_written` are what they had when the last returned step ended.
 """
 
 from __future__ import annotations

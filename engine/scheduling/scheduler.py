@@ -174,8 +174,8 @@ class Scheduler:
         return rows, num_tokens
 
     def _schedule_waiting(self, draft: StepDraft) -> None:
-        """Admit from the head of the queue, in order, until budget, rows or blocks are used up: a head that lacks blocks is never
-        passed by, so that it cannot starve. Where prompts share the step, those that got a part come first."""
+        """Admit from the head of the queue, in order, until budget, rows or blocks are used up. No request passes a head that lacks
+        blocks, so that it cannot starve. Where prompts share the step, those that got a part come first."""
         for sharer in list(draft.parts):
             if not self.rows.num_free or not self._admit(sharer, draft):
                 return

@@ -2,8 +2,8 @@
 
 local EXTERNAL_LOOKED_AT = 8 -- oldest entries of a full index that one request looks at
 
--- An id that a client uses for ever must not fill Redis, but a live request is found under its id, however many share it: only what
--- has ended goes, looked for among the oldest.
+-- A client may use one id for ever, and must not fill Redis with it. Live requests stay in the index, however many share the id. Of
+-- the oldest members, those that have ended go.
 local function trim_external(index)
   local excess = redis.call('ZCARD', index) - EXTERNAL_KEPT
   if excess <= 0 then return end

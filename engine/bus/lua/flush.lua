@@ -7,9 +7,9 @@
 --      messages: API server, payload; started: id, number of field names and values, these; ended: likewise; notices: channel, payload
 -- Answer: 1, 0 for a flush that was done before, or -1 where flushes before this one are missing; and the number of the last one.
 --
--- The progress of a slot has the last flush number, so that a flush that is sent twice counts once, and Redis says so when it lost
--- some in a restart. The journal comes before the publications, so that an output that a receiver missed is in it. Outputs of a
--- request cost nothing of their own: the columns are one message a server.
+-- The progress of a slot has the last flush number. By it a flush that is sent twice counts once, and the engine hears of flushes that
+-- Redis lost in a restart. The journal comes before the publications, so that an output that a receiver missed is in it. A request
+-- costs nothing of its own: its outputs are rows of one message for each API server.
 
 local OWNER, PROGRESS, JOURNAL = KEYS[OWN_KEYS + 1], KEYS[OWN_KEYS + 2], KEYS[OWN_KEYS + 3]
 local incarnation, previous, flush_number, ttl, client_channel, budget = unpack(ARGV, 1, 6)
