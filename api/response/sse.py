@@ -54,10 +54,10 @@ class EventSink:
         writer = self._writer
         if self._last is not None:
             return
-        if self._pending.parts or writer is None or not writer.ready or self._making is not None:
-            self._pending.add(output)
-        else:
+        if writer is not None and self._is_free(writer):
             self._write(writer, output)
+        else:
+            self._pending.add(output)
 
     def end(self, error: ApiError | None = None) -> None:
         if self._last is None:
@@ -81,8 +81,12 @@ class EventSink:
 
     def keep_alive(self, comment: bytes = COMMENT) -> None:
         """Write a comment. Where the socket is behind, it has enough to keep it alive."""
-        if self._writer is not None and self._writer.ready and not self._pending.parts and self._making is None:
+        if self._writer is not None and self._is_free(self._writer):
             self._writer.write(comment)
+
+    def _is_free(self, writer: ResponseWriter) -> bool:
+        """The socket takes what is written now, and no output waits before it."""
+        return writer.ready and self._making is None and not self._pending.parts
 
     def _flush(self) -> None:
         writer = self._writer
@@ -93,13 +97,7 @@ class EventSink:
                 self._write(writer, self._pending.pop())
         except Exception as error:
             self._fail(error)
-        if (
-            self._last is not None
-            and not self._pending.parts
-            and writer.ready
-            and self._making is None
-            and not self._written.done()
-        ):
+        if self._last is not None and self._is_free(writer) and not self._written.done():
             writer.write(one_line(self._last))
             self._written.set_result(None)
 
@@ -194,8 +192,7 @@ class EventStream(Response):
             writer.close()
             if self._comments is not None:
                 self._comments.cancel()
-            self._generation.close()
-            self._sink.close()
+            self._leave()
 
     def _leave(self) -> None:
         self._generation.close()
