@@ -94,17 +94,19 @@ class Child:
         on_progress: Callable[[dict[str, Any]], None] | None = None,
         on_exit: Callable[[Exit], Awaitable[None]] | None = None,
         on_failure: Callable[[ChildFailed], bool] | None = None,
+        others_serve: Callable[[Child], bool] = lambda child: False,
     ) -> None:
-        """`on_failure` hears that a restart is pointless, and whether `run` returns (True) or raises that."""
+        """`on_failure` hears that a restart is pointless, and says whether `run` returns (True) or raises that. While a replica of
+        the child serves (`others_serve`), no death of the child after its first start is the last."""
         self.name = command.name
         self.ready = asyncio.Event()
         self.is_on_trial = False  # where it ends before it is ready, it is not started again
-        self.replicas: list[Child] = []  # while one of these serves, no death of this one after its first start is the last
         self._command = command
         self._on_line = on_line
         self._on_progress = on_progress
         self._on_exit = on_exit
         self._on_failure = on_failure
+        self._others_serve = others_serve
         self._was_ready = False
         self._last_exit: Exit | None = None
         self._news = asyncio.Event()  # it is ready, or has ended
@@ -152,7 +154,7 @@ class Child:
 
     def _failure(self, ended: Exit, deaths: int) -> ChildFailed | None:
         """Why another start is pointless, if it is."""
-        if not self._command.essential or (self._was_ready and any(replica.ready.is_set() for replica in self.replicas)):
+        if not self._command.essential or (self._was_ready and self._others_serve(self)):
             return None
         if ended.status == os.EX_CONFIG:
             return ChildFailed(ended.last_words or f"{self.name} cannot run with this configuration", os.EX_CONFIG)
@@ -281,6 +283,7 @@ class Child:
             on_progress=self._on_progress,
             on_exit=self._on_exit,
             on_failure=self._on_failure,
+            others_serve=self._others_serve,
         )
 
     async def retire(self, number: signal.Signals, seconds: float) -> None:

@@ -61,11 +61,10 @@ class Engines:
                 on_progress=partial(self._take_progress, slowest, name),
                 on_exit=partial(self._take_over, name),
                 on_failure=self._may_be_fewer,
+                others_serve=self._supervisor.others_serve,
             )
             for number, name in enumerate(names)
         ]
-        for child in self._children:
-            child.replicas = [other for other in self._children if other is not child]
         self._supervisor.start(*self._children, instead_of=before)
 
     def _command(self, name: str, environment: dict[str, str]) -> Command:

@@ -51,13 +51,10 @@ class Rolling:
         role = _role(child)
         if role == "api":  # both share the listening socket
             await self._supervisor.replace(child, signal.SIGUSR2, seconds)
-        elif role == "engine" and not self._others_serve(child) and self._has_room_beside(child):
+        elif role == "engine" and not self._supervisor.others_serve(child) and self._has_room_beside(child):
             await self._supervisor.replace(child, signal.SIGTERM, seconds)
         else:  # an engine's requests go on at the other engines, or wait for the new one
             await child.restart()
-
-    def _others_serve(self, engine: Child) -> bool:
-        return any(other.ready.is_set() for other in self._supervisor.children if other is not engine and _role(other) == "engine")
 
 
 def _role(child: Child) -> str:

@@ -68,6 +68,10 @@ class Supervisor:
     def children(self) -> list[Child]:
         return [child for stage in self._stages for child in stage]
 
+    def others_serve(self, child: Child) -> bool:
+        """Whether another child of its stage is ready."""
+        return any(other.ready.is_set() for stage in self._stages if child in stage for other in stage if other is not child)
+
     async def replace(self, old: Child, number: signal.Signals, seconds: float) -> None:
         """Start a successor of `old`, and once that is ready retire `old` (`Child.retire`). Raises ChildFailed where it ends first:
         then `old` goes on."""

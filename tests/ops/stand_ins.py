@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -27,11 +26,11 @@ def command(name: str, *lines: str, **more: Any) -> Command:
 class Watched:
     """A child, what it printed and what it reported."""
 
-    def __init__(self, command: Command, on_exit: Callable[..., Any] | None = None) -> None:
+    def __init__(self, command: Command, **more: Any) -> None:
         self.lines: list[str] = []
         self.reports: list[dict[str, Any]] = []
         self.exits: list[children.Exit] = []
-        self.child = Child(command, on_line=self.lines.append, on_progress=self.reports.append, on_exit=self._exited)
+        self.child = Child(command, on_line=self.lines.append, on_progress=self.reports.append, on_exit=self._exited, **more)
 
     async def _exited(self, ended: children.Exit) -> None:
         self.exits.append(ended)

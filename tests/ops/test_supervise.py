@@ -257,11 +257,10 @@ async def test_a_child_that_is_not_essential_does_not_end_the_supervisor() -> No
 
 async def test_a_replica_that_served_is_restarted_while_another_serves(tmp_path: Path) -> None:
     """One that has served says on its second start that it cannot run."""
-    lasting = Watched(command("engine-0", READY, SLEEP))
+    lasting = Watched(command("engine-0", READY, SLEEP), others_serve=lambda _: failing.child.ready.is_set())
     mark = str(tmp_path / "started")
     lines = ["import os, sys", f"os.path.exists({mark!r}) and sys.exit(os.EX_CONFIG)", f"open({mark!r}, 'w').close()", READY]
-    failing = Watched(command("engine-1", *lines))
-    failing.child.replicas, lasting.child.replicas = [lasting.child], [failing.child]
+    failing = Watched(command("engine-1", *lines), others_serve=lambda _: lasting.child.ready.is_set())
 
     async def bring_up(supervisor: Supervisor) -> None:
         supervisor.start(lasting.child, failing.child)
