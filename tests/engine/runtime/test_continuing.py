@@ -13,7 +13,6 @@ from engine.llm import LLM
 from engine.protocol import Abort, FinishReason, Lack, Replay, RequestTimes, decode_column
 from engine.runtime.core import EngineCore
 from engine.runtime.folding import FoldedOutput, fold
-from tests.engine.conftest import null_config
 from tests.engine.runtime.engine_life import (
     CLIENT,
     Life,
@@ -25,13 +24,6 @@ from tests.engine.runtime.engine_life import (
 )
 
 PROMPT = range(300, 340)
-
-
-@pytest.fixture(scope="module")
-def core() -> Iterator[EngineCore]:
-    core = EngineCore(null_config(max_num_batched_tokens=32))
-    yield core
-    core.shutdown()
 
 
 @pytest.mark.parametrize("keep_ends", [True, False])

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-
-import pytest
 
 from engine.client.client import AsyncClient
 from engine.protocol import Abort, EngineCoreRequest, FinishReason
 from engine.runtime.core import EngineCore
 from engine.runtime.intake import Arrival
-from tests.engine.conftest import RunningEngine, null_config
+from tests.engine.conftest import RunningEngine
 from tests.engine.runtime.engine_life import Life, arrive, assert_same_output, make_source
 from tests.engine.runtime.null_requests import add, make_request, settled
 
 PROMPT = range(300, 340)
-
-
-@pytest.fixture(scope="module")
-def core() -> Iterator[EngineCore]:
-    core = EngineCore(null_config(max_num_batched_tokens=32))
-    yield core
-    core.shutdown()
 
 
 def arrive_with_grammar(core: EngineCore, source: EngineCoreRequest) -> tuple[Arrival, Future[str]]:
