@@ -97,7 +97,10 @@ local function find_vessels()
   return found
 end
 
-local vessels = find_vessels()
+-- Engines look several times a second: while nothing waits, what the others said is not read.
+local something_waits = redis.call('EXISTS', ORDER, RESUME .. fingerprint) > 0
+local alone = {[slot] = {height = 0, places = tonumber(places), room = tonumber(room), version = version}}
+local vessels = something_waits and find_vessels() or alone
 local me = vessels[slot]
 
 local function say_places()
@@ -255,9 +258,9 @@ local function take_fresh()
   until unread == unread_before or unread >= MOST_UNREAD
 end
 
-if budget > 0 then take_orphans() end
-if budget > 0 then take_fresh() end
-if newest_start > tonumber(redis.call('HGET', FAIR, 'clock') or 0) then
+if something_waits and budget > 0 then take_orphans() end
+if something_waits and budget > 0 then take_fresh() end
+if newest_start > 0 and newest_start > tonumber(redis.call('HGET', FAIR, 'clock') or 0) then
   redis.call('HSET', FAIR, 'clock', string.format('%.0f', newest_start))
 end
 say_places()
