@@ -18,7 +18,7 @@ from api.errors import install_error_handlers
 from api.http.auth import Authentication, check_exposure
 from api.http.middleware import BodyLimit, Methods, RequestContext
 from api.request.schemas import ErrorAnswer
-from api.routes import chat, completions, engines, health, models, requests, tokenize
+from api.routes import chat, completions, engines, health, models, requests, tokenize, usage
 from api.version import VERSION
 from engine.config import ApiConfig, RedisConfig
 
@@ -86,7 +86,7 @@ def create_app(config: ApiConfig, redis_config: RedisConfig) -> Application:
         redirect_slashes=False,
         openapi_url=None if config.disable_fastapi_docs else "/openapi.json",  # without it there are no pages either
     )
-    for module in (chat, completions, models, tokenize, requests, engines):
+    for module in (chat, completions, models, tokenize, requests, usage, engines):
         app.include_router(module.router, responses=ERRORS)
     app.include_router(health.router)
     app.include_router(metrics_router)

@@ -56,6 +56,17 @@ class ServedModels:
         self._seen |= named.keys()
         return named
 
+    def known(self, client: AsyncClient, served_name: str | None = None) -> list[str]:
+        """Canonical names: of all models that Redis knows, with an engine or not, or of the one served under a name. Raises
+        NotFound."""
+        known = client.directory.known_models
+        if served_name is None:
+            return sorted(known)
+        handle = self.names(client).get(served_name)
+        if handle is None and served_name not in known:
+            raise NotFound(f"The model `{served_name}` does not exist.", param="model")
+        return [served_name if handle is None else handle.name]
+
     def missing(self, client: AsyncClient) -> list[str]:
         """Names that were served since this process started and have no live engine now."""
         return sorted(self._seen - {name for name, handle in self.names(client).items() if handle.is_live})

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.bus.records import RecordView
+from engine.bus.usage import UsageRow
 from engine.protocol import EngineInfo
 from ops.requests import Request, timeline
-from ops.usage import UsageRow
 
 PIPE_WIDTH = 400  # columns where there is no terminal: nothing is cut
 

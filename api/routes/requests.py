@@ -45,7 +45,7 @@ async def list_requests(
     service, principal = service_of(request), principal_of(request)
     tenant = None if principal.admin else principal.tenant
     found: list[RecordView] = []
-    for name in _model_names(service, model):
+    for name in service.models.known(service.client, model):
         if state != "ended":
             running = await service.bus.run(records.live_requests(name, limit, tenant))
             found += running
@@ -112,7 +112,9 @@ async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
 async def _find(request: Request, request_id: str) -> Found:
     """Canonical model and newest record of an internal, external or answer id. Raises NotFound, also for others' requests."""
     service, principal = service_of(request), principal_of(request)
-    found = await service.bus.run(records.look_up(_model_names(service, None), request_id)) if is_safe_id(request_id) else []
+    found = (
+        await service.bus.run(records.look_up(service.models.known(service.client), request_id)) if is_safe_id(request_id) else []
+    )
     visible = [each for each in found if principal.may_see(each.record.tenant)]
     if not visible:
         raise _unknown(request_id)
@@ -127,18 +129,6 @@ def _listing(found: list[RecordView], limit: int) -> Response:
 
 def _unknown(request_id: str) -> NotFound:
     return NotFound(f"No request with id '{request_id[:200]}' is known.", param="request_id")
-
-
-def _model_names(service: Service, served_name: str | None) -> list[str]:
-    """Canonical names: of all models that Redis knows, with an engine or not, or of the one served under a name."""
-    if served_name is None:
-        return sorted(service.client.directory.known_models)
-    handle = service.models.names(service.client).get(served_name)
-    if handle is not None:
-        return [handle.name]
-    if served_name in service.client.directory.known_models:
-        return [served_name]
-    raise NotFound(f"The model `{served_name}` does not exist.", param="model")
 
 
 def _as_json(record: RecordView) -> dict[str, Any]:

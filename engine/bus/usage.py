@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.bus import keys
 from engine.bus.call import Call, Command, milliseconds, script
 from engine.bus.records import parse_fields
 from engine.protocol import FinishReason
+
+T = TypeVar("T")
 
 ROLL_BATCH = 500  # lines in one script: Redis answers no other client meanwhile
 DAYS_KEPT = 400
@@ -27,6 +29,14 @@ class UsageTotals:
     cached_tokens: int = 0  # of the prompt tokens, those that the prefix cache answered
     output_tokens: int = 0
     reasons: dict[str, int] = field(default_factory=dict)  # str(FinishReason) -> requests
+
+
+@dataclass(frozen=True)
+class UsageRow:
+    day: date  # UTC, of the request's end
+    model: str
+    tenant: str  # "" where requests came without a key
+    totals: UsageTotals
 
 
 def roll_usage(model: str, most: int = 100 * ROLL_BATCH) -> Call[int]:
@@ -54,19 +64,39 @@ def usage_days(model: str) -> Call[list[date]]:
 
 def usage_totals(model: str, day: date) -> Call[dict[str, UsageTotals]]:
     """The sums of a day by tenant."""
+    return Call(lambda answers: _by_tenant(answers[0]), commands=_sums(model, [day]))
 
-    def decode(answers: list[Any]) -> dict[str, UsageTotals]:
-        totals: dict[str, UsageTotals] = {}
-        for name, value in parse_fields(answers[0]).items():
-            column, tenant = name.split(":", 1)
-            row = totals.setdefault(tenant, UsageTotals())
-            if column in _REASONS:
-                row.reasons[column] = int(value)
-            else:
-                setattr(row, column, int(value))
-        return totals
 
-    return Call(decode, commands=(("HGETALL", keys.usage_day(model, (day - _EPOCH).days)),))
+def _sums(model: str, days: Iterable[date]) -> tuple[Command, ...]:
+    return tuple(("HGETALL", keys.usage_day(model, (day - _EPOCH).days)) for day in days)
+
+
+def _by_tenant(answer: Any) -> dict[str, UsageTotals]:
+    totals: dict[str, UsageTotals] = {}
+    for name, value in parse_fields(answer).items():
+        column, tenant = name.split(":", 1)
+        row = totals.setdefault(tenant, UsageTotals())
+        if column in _REASONS:
+            row.reasons[column] = int(value)
+        else:
+            setattr(row, column, int(value))
+    return totals
+
+
+def usage_rows(model: str, since: date | None = None, until: date | None = None) -> Call[list[UsageRow]]:
+    """All sums from `since` to `until`, both included, by day and tenant. Lines that maintenance has not counted yet are counted
+    first."""
+
+    def read(days: list[date]) -> Call[list[UsageRow]]:
+        wanted = [day for day in days if (since is None or day >= since) and (until is None or day <= until)]
+
+        def decode(answers: list[Any]) -> list[UsageRow]:
+            found = zip(wanted, map(_by_tenant, answers), strict=True)
+            return [UsageRow(day, model, tenant, by_tenant[tenant]) for day, by_tenant in found for tenant in sorted(by_tenant)]
+
+        return Call(decode, commands=_sums(model, wanted))
+
+    return _then(roll_usage(model), lambda rolled: _then(usage_days(model), read))
 
 
 def forget_days(model: str, today: date) -> Call[None]:
@@ -77,9 +107,14 @@ def forget_days(model: str, today: date) -> Call[None]:
         commands: list[Command] = [("SREM", keys.usage_days(model), *old)] if old else []
         return Call(lambda answers: None, commands=tuple(commands))
 
-    return _after(usage_days(model), choose)
+    return _then(usage_days(model), choose)
 
 
-def _after(call: Call[Any], choose: Callable[[Any], Call[None]]) -> Call[None]:
+def _then(call: Call[Any], follow: Callable[[Any], Call[T]]) -> Call[T]:
     """`call`, then the call that its result leads to."""
-    return Call(lambda answers: choose(call.decode(answers)), commands=call.commands)
+
+    def decode(answer: Any) -> Call[T]:
+        result = call.decode(answer)
+        return _then(result, follow) if isinstance(result, Call) else follow(result)
+
+    return replace(call, decode=decode)

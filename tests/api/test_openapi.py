@@ -30,6 +30,7 @@ OPERATIONS = [
     ("GET", "/ready"),
     ("GET", "/ping"),
     ("POST", "/ping"),
+    ("GET", "/v1/usage"),
     ("POST", "/reset_prefix_cache"),
     ("GET", "/tokenizer_info"),
     ("GET", "/load"),

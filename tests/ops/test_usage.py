@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, date, datetime, timedelta
 
 from engine.bus import keys, transitions, usage
-from engine.bus.usage import UsageTotals
-from ops.usage import UsageRow, usage_rows
+from engine.bus.usage import UsageRow, UsageTotals
+from ops.usage import usage_rows
 from tests.engine.bus.ledger_world import World
 
 
