@@ -56,7 +56,7 @@ def claim_slot(
         got = ClaimedSlot(answer[0].decode(), int(answer[1]))
         filled = msgspec.structs.replace(info, slot=got.slot, incarnation=got.incarnation)
         first_beat = beat(model, got.slot, got.incarnation, filled, ttl, failover_timeout)
-        return Call(lambda _: got, first_beat.script, first_beat.keys, first_beat.arguments)
+        return first_beat.then(lambda clock: Call(lambda _: got))
 
     claim: Call[ClaimedSlot] = Call(
         claimed,
@@ -89,8 +89,11 @@ def beat(
     failover_timeout: float = FAILOVER_TIMEOUT,
 ) -> Call[float]:
     """The heartbeat: every BEAT_INTERVAL, from a loop that makes progress. Answers Redis' clock (epoch seconds). Raises Fenced,
-    Unowned."""
-    return Call(
+    Unowned.
+
+    It names the model, slot and journal again in the lists by which others find them.
+    """
+    beat: Call[float] = Call(
         seconds_of,
         script("beat"),
         (
@@ -100,9 +103,12 @@ def beat(
             keys.served(model),
             keys.served_by(model, info.fingerprint),
             keys.last_engine(model),
+            keys.slots(model),
+            keys.journals(model),
         ),
-        (incarnation, milliseconds(ttl), encode(info), milliseconds(failover_timeout)),
+        (incarnation, milliseconds(ttl), encode(info), milliseconds(failover_timeout), slot),
     )
+    return Call(lambda answer: beat, script("name_model"), (keys.models(),), (model,))
 
 
 def reclaim_slot(model: str, slot: str, incarnation: int, ttl: float = SLOT_TTL) -> Call[None]:

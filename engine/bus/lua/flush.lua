@@ -20,7 +20,14 @@ local EXPIRY_FLUSHES = 256 -- after which the journal's time to live begins anew
 local refused = not_owner(OWNER, incarnation)
 if refused then return refused end
 
-local last = tonumber(redis.call('HGET', PROGRESS, 'flushed') or 0)
+-- The number of the last flush. Where the progress is gone, the journal knows the last one that had messages.
+local function last_flush()
+  local number = redis.call('HGET', PROGRESS, 'flushed')
+  if number or redis.call('EXISTS', JOURNAL) == 0 then return tonumber(number or 0) end
+  return tonumber(string.match(field_of(redis.call('XINFO', 'STREAM', JOURNAL), 'last-generated-id'), '^%d+'))
+end
+
+local last = last_flush()
 if last >= tonumber(flush_number) then return {0, last} end
 if last ~= tonumber(previous) then return {-1, last} end
 redis.call('HSET', PROGRESS, 'flushed', flush_number)

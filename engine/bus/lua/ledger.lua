@@ -9,7 +9,7 @@
 local REQUESTS, ORDER, LIVE, ENDED, LOAD, USAGE, RECORD, EXTERNAL, TOMBSTONE, RESUME, ORPHANS, OUTPUT, KEPT,
   EXTERNALS, FAIR, HEIGHTS, DEADLINES = unpack(KEYS, 1, 17)
 local OWN_KEYS = 17 -- a script's own keys begin behind these
-local GROUP = 'engines'
+local GROUP, CONSUMER = 'engines', 'engine-' -- the group, and the prefix of its consumers, one a slot (engine/bus/keys.py)
 
 -- Epoch seconds with microseconds by Redis' clock, which is everybody's: those of the machines around it may differ by hours.
 local TIME = redis.call('TIME')
@@ -197,9 +197,26 @@ local function make_orphan(id, entry)
   add_waiting(record[1], tonumber(record[2]), tonumber(record[3]), 1)
 end
 
+-- The group with the pending lists, made anew from what records say of who runs what. Somebody has destroyed it (XGROUP DESTROY).
+local function restore_group()
+  redis.call('XGROUP', 'CREATE', REQUESTS, GROUP, '0', 'MKSTREAM')
+  for _, id in ipairs(redis.call('ZRANGE', LIVE, 0, -1)) do
+    local record = redis.call('HMGET', RECORD .. id, 'state', 'engine', 'entry')
+    if record[1] == 'running' then redis.call('XCLAIM', REQUESTS, GROUP, CONSUMER .. record[2], 0, record[3], 'FORCE') end
+  end
+end
+
+-- A command that needs the group.
+local function call_group(command, ...)
+  local answer = redis.pcall(command, REQUESTS, GROUP, ...)
+  if not answer.err then return answer end
+  if string.find(answer.err, 'NOGROUP', 1, true) then restore_group() end
+  return redis.call(command, REQUESTS, GROUP, ...)
+end
+
 -- A request becomes a slot's: on its consumer's pending list, and by its record.
 local function give_to(id, entry, slot, incarnation, fingerprint, consumer)
-  local claimed = redis.call('XCLAIM', REQUESTS, GROUP, consumer, 0, entry, 'FORCE')
+  local claimed = call_group('XCLAIM', consumer, 0, entry, 'FORCE')
   if #claimed == 0 or not claimed[1] then return false end
   local journal = slot .. ':' .. incarnation
   local record = redis.call('HMGET', RECORD .. id, 'journals', 'state', 'n')

@@ -43,7 +43,7 @@ for i = 5, #ARGV do
   elseif record[1] == 'running' and record[2] == incarnation then
     local entry = record[3]
     held[entry] = true
-    if #redis.call('XPENDING', REQUESTS, GROUP, entry, entry, 1, consumer) == 0 then claim_back(id, record) end
+    if #call_group('XPENDING', entry, entry, 1, consumer) == 0 then claim_back(id, record) end
   else
     foreign[#foreign + 1] = id
   end
@@ -51,7 +51,7 @@ end
 
 local returned = 0
 if redis.call('EXISTS', REQUESTS) == 1 then
-  for _, item in ipairs(redis.call('XPENDING', REQUESTS, GROUP, '-', '+', 100000, consumer)) do
+  for _, item in ipairs(call_group('XPENDING', '-', '+', 100000, consumer)) do
     local entry = item[1]
     local id = not held[entry] and read_entry(entry)
     if id and redis.call('HGET', RECORD .. id, 'incarnation') == incarnation then

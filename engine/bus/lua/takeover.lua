@@ -51,7 +51,7 @@ local function take_over(entry)
   orphaned = orphaned + 1
 end
 
-local pending = redis.call('XPENDING', REQUESTS, GROUP, start, '+', count, consumer)
+local pending = call_group('XPENDING', start, '+', count, consumer)
 for _, item in ipairs(pending) do take_over(item[1]) end
 if #pending < tonumber(count) then return {orphaned, ended, ''} end
 return {orphaned, ended, '(' .. pending[#pending][1]}

@@ -244,3 +244,13 @@ def test_one_flush_ends_a_thousand_requests(world: World) -> None:
     world.end(engine, *engine.running)
     assert world.bus.run(queue_depth(world.model)) == QueueDepth(0, 0, 0, 0, 0)
     world.check_integrity()
+
+
+def test_where_the_progress_is_gone_the_journal_knows_the_last_flush(world: World) -> None:
+    engine = world.running("a")
+    for payload in (b"1", b"2"):
+        assert world.bus.run(world.flush_call(engine, messages=[("api-1", payload)])).outcome == FLUSHED
+    world.raw.delete(keys.progress(world.model, engine.slot))
+    assert world.bus.run(world.flush_call(engine, messages=[("api-1", b"3")])) == (FLUSHED, 3)
+    world.end(engine, "a")
+    world.check_integrity()

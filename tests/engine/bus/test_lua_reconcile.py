@@ -193,3 +193,18 @@ def test_a_request_whose_entry_is_gone_is_rebuilt(world: World, was_taken: bool)
     assert world.rebuild(engine, request) == set()
     assert world.record("a").state == "running"
     world.check_integrity()
+
+
+def test_a_group_that_was_destroyed_comes_back_with_what_is_pending(world: World) -> None:
+    engine, other = world.running("a"), world.running("b")
+    world.enqueue(world.request("new"))
+    for step in (
+        lambda: world.take(engine),
+        lambda: world.reconcile(engine, "a", "new"),
+        lambda: world.take_over(other, sure=True),
+    ):
+        world.raw.xgroup_destroy(keys.requests(world.model), keys.GROUP)
+        step()
+    assert [world.record(name).state for name in ("a", "new", "b")] == ["running", "running", "queued"]
+    world.end(engine, "a", "new")
+    world.check_integrity()

@@ -188,3 +188,12 @@ def test_models_do_not_share_slots(world: World) -> None:
     with World(world.url, "another") as other:
         assert (world.engine().slot, other.engine().slot) == ("0", "0")
         assert world.bus.run(leases.models()) == ["another", world.model]
+
+
+def test_a_heartbeat_brings_the_lists_back_by_which_others_find_an_engine(world: World) -> None:
+    engine = world.engine()
+    lists = (keys.models(), keys.slots(world.model), keys.journals(world.model))
+    before = [world.raw.smembers(name) for name in lists]
+    world.raw.delete(*lists)
+    world.bus.run(leases.beat(world.model, engine.slot, engine.incarnation, engine_info(world.model)))
+    assert [world.raw.smembers(name) for name in lists] == before
