@@ -17,11 +17,15 @@ import httpx
 import psutil
 
 from benchmarks.chaos.redis import RedisServer, free_port
+from engine.bus import records
+from engine.bus.call import BusUnavailable
+from engine.bus.connection import AsyncBus
 from engine.fault_points import ENVIRONMENT_VARIABLE, FaultPoint
 from ops.parent_death import bound_to_parent
 
 START_SECONDS = 120.0
 STOP_SECONDS = 30.0
+RECOVERY_SECONDS = 180.0  # for a request to get on after an engine's death; one that takes longer is stuck
 FAULT_POINT_SECONDS = 8.0  # for a process under load to reach a named point
 EXPLAINED_SECONDS = 30.0  # within which the end of a process follows from a fault
 HEADRACE = (sys.executable, "-P", "-m", "ops.cli")
@@ -136,6 +140,7 @@ class Cluster:
         self.api_servers = [self._api_server(number, port) for number, port in enumerate(ports)]
         self.maintenance = self._role("maintenance", ["maintenance"])
         self._http = httpx.AsyncClient(timeout=5.0)
+        self._bus = AsyncBus(self.redis.url)
 
     @property
     def roles(self) -> list[Role]:
@@ -173,6 +178,19 @@ class Cluster:
                 while await self.num_engines(url) < len(self.engines):
                     await asyncio.sleep(0.2)
 
+    async def until_recovered(self) -> None:
+        """Until it is whole, and each request that an engine died with has ended or cleared itself. Raises TimeoutError."""
+        await self.until_whole()
+        async with asyncio.timeout(RECOVERY_SECONDS):
+            while await self._blamed_requests():
+                await asyncio.sleep(0.5)
+
+    async def _blamed_requests(self) -> list[str]:
+        """Ids of those that another death may end with an error."""
+        with contextlib.suppress(BusUnavailable):
+            return [record.id for record in await self._bus.run(records.live_requests(NAME)) if record.attempts]
+        return ["unknown: no answer"]
+
     async def num_engines(self, url: str) -> int:
         """Living engines that an API server knows."""
         found = await self.metric(url, "kv_cache_usage_perc")
@@ -203,4 +221,5 @@ class Cluster:
     async def stop(self) -> None:
         await asyncio.gather(*(role.stop() for role in self.roles))
         await self._http.aclose()
+        await self._bus.close()
         await self.redis.stop()

@@ -23,7 +23,8 @@ API_STOPPED_SECONDS = (0.5, 2.0)
 # An API server that dies just when Redis forgets may take a request with it that nobody else knows: these keep their distance
 FORGETFUL = frozenset({"redis-rollback", "redis-wipe", "at-checkpointed"})
 API_DEATHS = frozenset({"kill-api", "drain-api", "at-taking-over"})
-# Three deaths without 64 tokens between them end a request with an error, as they should: it may be why the engines die
+# Three deaths without 64 tokens between them end a request with an error, as they should: it may be why the engines die.
+# Before each of these, which are one or two deaths, all requests have got over the last one.
 ENGINE_DEATHS = frozenset(
     {
         "kill-engine", "kill-worker", "stop-engine",
@@ -251,6 +252,8 @@ class Injector:
             bag = bag or self._chance.sample(self._kinds, len(self._kinds))  # each kind once, before any comes again
             kind = bag.pop()
             await self._keep_distance(kind, last)
+            if time.monotonic() > until:
+                return
             began = time.monotonic()
             detail = await FAULTS[kind](self._cluster, self._chance)
             last[kind] = time.monotonic()
@@ -260,7 +263,7 @@ class Injector:
     async def _keep_distance(self, kind: str, last: dict[str, float]) -> None:
         if kind in ENGINE_DEATHS:
             with contextlib.suppress(TimeoutError):
-                await self._cluster.until_whole()
+                await self._cluster.until_recovered()
         pairs = [pair for one, two, seconds in APART for pair in ((one, two, seconds), (two, one, seconds))]
         free_at = [last.get(other, 0.0) + seconds for here, there, seconds in pairs if kind in here for other in there]
         await asyncio.sleep(max(0.0, max(free_at, default=0.0) - time.monotonic()))
