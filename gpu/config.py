@@ -63,9 +63,10 @@ class ModelConfig:
     load_format: str = option(
         "auto",
         "auto: the model's weights; dummy: random weights from --seed, for tests and benchmarks; null: no model, "
-        "tokens from a hash",
-        choices=("auto", "dummy", "null"),
+        "tokens from a hash; scripted: no model, its tokenizer and the texts of --script",
+        choices=("auto", "dummy", "null", "scripted"),
     )
+    script: str = option("", "YAML file with the answers of --load-format scripted (docs/operating.md)")
     trust_remote_code: bool = option(False, "accepted for vLLM's sake; code of a model's repository is never run")
     seed: int = option(0, "seed of the random weights of --load-format dummy")
     enforce_eager: bool = option(False, "on GPUs, no CUDA graphs: starts faster, decodes slower")
@@ -74,6 +75,11 @@ class ModelConfig:
         "on GPUs, numbers of decoding requests for which a CUDA graph is captured; default: growing steps from 1 "
         "to 512; repeatable",
     )
+
+    @property
+    def computes_nothing(self) -> bool:
+        """A stand-in takes the model's place: no weights, no KV, no threads."""
+        return self.load_format in ("null", "scripted")
 
 
 @dataclass

@@ -99,7 +99,7 @@ decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decod
 
 
 class Runner(Protocol):
-    """The interface of `gpu.runner.runner.ModelRunner` and `gpu.null.NullRunner`."""
+    """The interface of `gpu.runner.runner.ModelRunner` and `gpu.stand_in.runner.StandInRunner`."""
 
     def load(self, progress: Callable[[float], None]) -> None: ...
     def capacity(self) -> Capacity: ...
@@ -115,9 +115,13 @@ def make_runner(config: WorkerConfig, rank: int, init_method: str) -> Runner:
     Raises CheckpointError, and UnsupportedConfiguration for options that this machine cannot serve.
     """
     if config.model.load_format == "null":
-        from gpu.null import NullRunner
+        from gpu.stand_in.null import NullRunner
 
         return NullRunner(config, rank)
+    if config.model.load_format == "scripted":
+        from gpu.stand_in.scripted import ScriptedRunner
+
+        return ScriptedRunner(config, rank)
 
     import torch
 

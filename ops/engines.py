@@ -76,7 +76,7 @@ class Engines:
         """Whether another engine can have the memory that this one has, while this one runs. KV that is a share of free memory
         would be smaller."""
         cache = self._config.cache
-        has_fixed_size = cache.kv_cache_memory_bytes or cache.num_gpu_blocks_override or self._config.model.load_format == "null"
+        has_fixed_size = cache.kv_cache_memory_bytes or cache.num_gpu_blocks_override or self._config.model.computes_nothing
         if self._replicas.compute_on_gpu or not has_fixed_size or child.pid is None:
             return False
         return own_memory(child.pid) < available_memory()

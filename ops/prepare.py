@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from engine.config import ServeConfig
 from gpu.checkpoint.model_files import find_model, model_name
-from gpu.errors import CheckpointError
+from gpu.config import ModelConfig
+from gpu.errors import CheckpointError, UnsupportedConfiguration
 from ops.errors import CommandError, SettingError
 from ops.folders import cache_folder
 from ops.settings import SETTINGS, Resolved
@@ -30,6 +31,7 @@ def check(config: ServeConfig) -> None:
             find_model(config.model.model)
         except CheckpointError as error:
             raise SettingError(str(error)) from None
+    _check_script(config.model)
     for name, value in (
         ("api-server-count", config.api.api_server_count),
         ("tensor-parallel-size", config.parallel.tensor_parallel_size),
@@ -62,6 +64,18 @@ def check(config: ServeConfig) -> None:
                 KeyRing(*ring)
             except ConfigurationError as error:
                 raise SettingError(f"{flag}: {error}") from None
+
+
+def _check_script(model: ModelConfig) -> None:
+    if (model.load_format == "scripted") != bool(model.script):
+        raise SettingError("--load-format scripted and --script FILE go together")
+    if model.script:
+        from gpu.stand_in.script import Script
+
+        try:
+            Script.read(model.script)
+        except UnsupportedConfiguration as error:
+            raise SettingError(str(error)) from None
 
 
 def tell_of_no_effect(resolved: Resolved) -> None:

@@ -23,8 +23,8 @@ class Replicas:
         self.reasons: dict[str, str] = {}  # of what was settled here
         self._resolved = resolved
         self._model, self._parallel = resolved.config.model, resolved.config.parallel
-        self.compute_on_gpu = self._model.load_format != "null" and _on_gpu(self._model.device)
-        self._computes_on_cpu = self._model.load_format != "null" and not self.compute_on_gpu
+        self.compute_on_gpu = not self._model.computes_nothing and _on_gpu(self._model.device)
+        self._computes_on_cpu = not self._model.computes_nothing and not self.compute_on_gpu
         self._threads_are_open = self._computes_on_cpu and self._parallel.num_threads == 0
         self.are_chosen = self._parallel.data_parallel_size == 0  # here, and so may be fewer
         if self.are_chosen:
@@ -67,7 +67,7 @@ class Replicas:
 
     def _choose(self) -> tuple[int, str]:
         """(engines, reason)."""
-        if self._model.load_format == "null":
+        if self._model.computes_nothing:
             return 1, "nothing is computed"
         if self.compute_on_gpu:
             return 1, "one on a GPU"

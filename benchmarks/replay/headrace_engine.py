@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 
-import gpu.null
+import gpu.stand_in.null
 from benchmarks.replay.recording import Gate, Recording
 from engine.config import EngineConfig, RedisConfig, SchedulerConfig
 from engine.runtime.process import run_engine
@@ -21,7 +21,7 @@ from gpu.plan import Int32Array, ModelRunnerOutput, NewRequest, SchedulerOutput
 NAME = "replay"
 
 
-class ReplayRunner(gpu.null.NullRunner):
+class ReplayRunner(gpu.stand_in.null.NullRunner):
     """The null runner, with recorded tokens in place of hashes."""
 
     def load(self, progress: object) -> None:
@@ -46,7 +46,7 @@ class ReplayRunner(gpu.null.NullRunner):
 
 def main() -> int:
     model, redis_url, num_streams = sys.argv[1:]
-    gpu.null.NullRunner = ReplayRunner  # type: ignore[misc]  # which the worker looks up when it makes its runner
+    gpu.stand_in.null.NullRunner = ReplayRunner  # type: ignore[misc]  # which the worker looks up when it makes its runner
     return run_engine(
         EngineConfig(
             model=ModelConfig(model=model, load_format="null", max_model_len=1024),

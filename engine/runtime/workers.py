@@ -19,7 +19,7 @@ def make_executor(config: EngineConfig) -> Executor:
 
 def _device(config: EngineConfig) -> tuple[str, int, str]:
     """(device, memory in bytes, name) without loading torch; memory and name of the first GPU by nvidia-smi."""
-    if config.model.device == "cpu" or config.model.load_format == "null":
+    if config.model.device == "cpu" or config.model.computes_nothing:
         return "cpu", 0, ""
     try:
         query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]

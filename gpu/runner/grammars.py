@@ -1,26 +1,21 @@
 """Rows whose output must match a grammar: where each stands in it, and the masks of the tokens that may come next.
 
-The parser is llguidance's (https://github.com/guidance-ai/llguidance). A row's state follows from its output alone, so preemption
-and failover need nothing of it. Masks are filled on a thread, without the GIL, while the step's forward pass runs: the plan of the
-next step needs none of them. Grammars are compiled on another thread, before their requests come to a step.
+A row's state follows from its output alone, so preemption and failover need nothing of it. Masks are filled on a thread, without
+the GIL, while the step's forward pass runs: the plan of the next step needs none of them.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
-from gpu.plan import GRAMMAR_LIMITS, INVALID_REQUEST, Int32Array
+from gpu.plan import Int32Array
+from gpu.runner.compiled_grammars import CompiledGrammars, reason
 from gpu.runner.token_rules import Histories
-
-MOST_COMPILED = 64  # grammars kept for further requests
-MOST_REASON = 400  # characters
 
 
 @dataclass
@@ -39,46 +34,12 @@ class _Row:
     num_consumed: int = 0  # output tokens
 
 
-class CompiledGrammars:
-    """Matchers at the beginning of their grammars, the last ones used. Safe on any thread."""
-
-    def __init__(self, make_tokenizer: Callable[[], LLTokenizer]) -> None:
-        """`make_tokenizer` is called once, when the first grammar comes."""
-        self._make_tokenizer = make_tokenizer
-        self._tokenizer: LLTokenizer | None = None
-        self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._matchers)
-
-    def matcher(self, grammar: str) -> LLMatcher:
-        """A matcher of the caller's own. One that cannot be compiled is in error."""
-        with self._lock:
-            if grammar not in self._matchers:
-                if self._tokenizer is None:
-                    self._tokenizer = self._make_tokenizer()
-                self._matchers[grammar] = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
-                if len(self._matchers) > MOST_COMPILED:
-                    self._matchers.popitem(last=False)
-            self._matchers.move_to_end(grammar)
-            return self._matchers[grammar].deep_copy()
-
-    def why_not(self, grammar: str) -> str:
-        """Compile it; returns why that cannot be, or ""."""
-        try:
-            return _reason(self.matcher(grammar).get_error())
-        except Exception as error:  # no tokenizer, say
-            return _reason(f"{type(error).__name__}: {error}")
-
-
 class Grammars:
     def __init__(self, vocab_size: int, make_tokenizer: Callable[[], LLTokenizer]) -> None:
         self._num_words = -(-vocab_size // 32)
         self._compiled = CompiledGrammars(make_tokenizer)
         self._rows: dict[int, _Row] = {}
         self._filling = ThreadPoolExecutor(1, "grammar-masks")
-        self._compiling = ThreadPoolExecutor(1, "grammars")
 
     @property
     def num_rows(self) -> int:
@@ -91,7 +52,7 @@ class Grammars:
 
     def compile(self, grammar: str) -> Future[str]:
         """So that a step finds it compiled. The result is why it cannot be compiled, or ""."""
-        return self._compiling.submit(self._compiled.why_not, grammar)
+        return self._compiled.compile(grammar)
 
     def set(self, row: int, grammar: str) -> None:
         """`grammar` as in SamplingParams."""
@@ -115,9 +76,9 @@ class Grammars:
             try:
                 matcher = self._matcher_behind(self._rows[row], histories.token_ids[row, begin:end])
                 matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-                why = _reason(matcher.get_error())
+                why = reason(matcher.get_error())
             except Exception as error:  # of this row alone
-                why = _reason(f"{type(error).__name__}: {error}")
+                why = reason(f"{type(error).__name__}: {error}")
             if why:
                 filled.failed[place] = why
                 mask.fill(-1)
@@ -132,7 +93,3 @@ class Grammars:
         if new and not row.matcher.is_stopped():
             row.matcher.consume_tokens(new)
         return row.matcher
-
-
-def _reason(error: str) -> str:
-    return f"{INVALID_REQUEST}its output cannot be held to its grammar: {' '.join(error.split())[:MOST_REASON]}" if error else ""

@@ -7,14 +7,13 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 import torch
-from llguidance import LLTokenizer
 
 from gpu import machine
 from gpu.checkpoint.packed_weights import open_weights, packed_name
-from gpu.checkpoint.tokenizer_files import load_tokenizer_files
 from gpu.checkpoint.weights import Checkpoint
 from gpu.config import Capacity, WorkerConfig
 from gpu.distributed import TensorParallelGroup
@@ -24,6 +23,7 @@ from gpu.models.kv_cache import KVCache
 from gpu.models.load import load_model
 from gpu.numerics import DTYPES, Numerics
 from gpu.plan import Int32Array, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
+from gpu.runner.compiled_grammars import grammar_tokenizer
 from gpu.runner.core_lock import Cores
 from gpu.runner.cuda_graphs import CudaGraphs, PaddedDecode, capture_sizes
 from gpu.runner.grammars import Grammars, TokenMasks
@@ -57,7 +57,8 @@ class ModelRunner:
         self.kv_dtype = _kv_dtype(config.cache.kv_cache_dtype, self.numerics)
         self.graph_sizes = capture_sizes(config.model.cuda_graph_sizes, config.max_num_seqs)
         self.sampler = Sampler(config.model.logprobs_mode)
-        self.grammars = Grammars(checkpoint.config.vocab_size, self._grammar_tokenizer)
+        vocab_size = checkpoint.config.vocab_size
+        self.grammars = Grammars(vocab_size, partial(grammar_tokenizer, config.model.model, vocab_size))
 
     def _choose_numerics(self) -> Numerics:
         model, checkpoint = self.config.model, self.checkpoint
@@ -188,10 +189,6 @@ class ModelRunner:
         for request in plan.new_requests:
             if request.sampling.grammar:
                 self.grammars.set(request.row, request.sampling.grammar)
-
-    def _grammar_tokenizer(self) -> LLTokenizer:
-        files = load_tokenizer_files(self.config.model.model)
-        return LLTokenizer(files.tokenizer_json, n_vocab=self.model.config.vocab_size, eos_token=files.eos_token_ids)
 
     def _sample(self, step: Step, logits: torch.Tensor, masks: TokenMasks | None, output: ModelRunnerOutput) -> Int32Array:
         """Puts the tokens of rows that did not fail into `output`; returns those of all [num_sampled]."""

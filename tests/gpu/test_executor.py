@@ -21,8 +21,8 @@ from gpu.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
 from gpu.executor import Executor, WorkerError
 from gpu.executor_factory import executor_for
 from gpu.multiproc_executor import MultiprocExecutor
-from gpu.null import ENVIRONMENT_VARIABLE
 from gpu.plan import Int32Array, ModelRunnerOutput, NewRequest, SamplingParams, SchedulerOutput
+from gpu.stand_in.runner import ENVIRONMENT_VARIABLE
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from gpu.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
-from gpu.null import NullRunner
 from gpu.plan import SchedulerOutput, encode
+from gpu.stand_in.null import NullRunner
 from gpu.worker import Execute, Worker
 
 NOTHING = np.array([], np.int32)

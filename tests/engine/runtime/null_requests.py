@@ -14,8 +14,8 @@ from engine.protocol import (
     RequestFacts,
     encode_column,
 )
-from gpu.null import null_tokens
 from gpu.plan import SamplingParams, child_seed
+from gpu.stand_in.null import null_tokens
 from tests.engine.conftest import MODEL, RunningEngine
 from tests.engine.following import Follower
 from tests.waiting import wait_for_async

@@ -160,7 +160,7 @@ EngineLoop._admit = lambda *_: threading.Event().wait()
 @pytest.mark.parametrize(
     ("kind", "null", "patch", "reason", "stack"),
     [
-        ("step", f"hang_step={LATE}", "", f"step {LATE} has run for", "gpu/null.py"),
+        ("step", f"hang_step={LATE}", "", f"step {LATE} has run for", "gpu/stand_in/runner.py"),
         ("schedule", "", PLANS_NOTHING, "0 choices run, 1 wait", "engine/runtime/loop.py"),
         ("loop", "", STANDS_STILL, "outside of a step", "engine/runtime/loop.py"),
     ],

@@ -14,8 +14,8 @@ from engine.protocol import STEP_SECONDS_BOUNDS
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_cost import StepCost, StepPace
 from gpu.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
-from gpu.null import NullRunner
 from gpu.plan import ModelRunnerOutput, SchedulerOutput
+from gpu.stand_in.null import NullRunner
 from tests.engine.scheduling.harness import make_request
 
 LONGEST = 0.5

@@ -9,7 +9,8 @@ import pytest
 from llguidance import LLMatcher
 
 from gpu.plan import SamplingParams, SchedulerOutput
-from gpu.runner.grammars import MOST_COMPILED, Grammars
+from gpu.runner.compiled_grammars import MOST_COMPILED
+from gpu.runner.grammars import Grammars
 from gpu.runner.runner import ModelRunner
 from tests.byte_tokenizer import END, byte_tokenizer
 from tests.gpu.engine_stub import GREEDY, Driver, make_config, make_runner

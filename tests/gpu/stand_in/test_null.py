@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu.config import CacheConfig, ModelConfig, WorkerConfig
-from gpu.null import ENVIRONMENT_VARIABLE, NullRunner, NullSettings, null_tokens
 from gpu.plan import Int32Array, ModelRunnerOutput, NewRequest, SamplingParams, SchedulerOutput
+from gpu.stand_in.null import NullRunner, null_tokens
+from gpu.stand_in.runner import ENVIRONMENT_VARIABLE, StandInSettings
 
 NONE = np.zeros(0, np.int32)
 
@@ -23,7 +24,7 @@ def _int32(*values: int) -> Int32Array:
 
 def _runner(**settings: Any) -> NullRunner:
     config = WorkerConfig(ModelConfig(load_format="null"), CacheConfig(block_size=4), max_num_seqs=4, max_num_batched_tokens=16)
-    runner = NullRunner(config, settings=NullSettings(**settings))
+    runner = NullRunner(config, settings=StandInSettings(**settings))
     runner.load(lambda fraction: None)
     runner.allocate_kv(20, 64)
     return runner
@@ -178,9 +179,9 @@ def test_a_row_may_fail_alone() -> None:
 
 def test_settings_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "vocab_size=100, step_seconds=0.5,fail_while=load")
-    assert NullSettings.from_environment() == NullSettings(vocab_size=100, step_seconds=0.5, fail_while="load")
+    assert StandInSettings.from_environment() == StandInSettings(vocab_size=100, step_seconds=0.5, fail_while="load")
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
-    assert NullSettings.from_environment() == NullSettings()
+    assert StandInSettings.from_environment() == StandInSettings()
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "step=1")
     with pytest.raises(ValueError, match="no setting step; it has eos_after, "):
-        NullSettings.from_environment()
+        StandInSettings.from_environment()
