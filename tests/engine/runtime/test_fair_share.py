@@ -83,7 +83,8 @@ async def test_a_sleeping_engine_holds_no_request_back(start_engine: Callable[..
     sleeper = client.directory.engines[1]
     assert (await client.utility(sleeper, "sleep")).ok
     async with asyncio.timeout(20):
-        assert (await run(client, 16))["0"] >= 15, "a look that had begun may have taken one"
+        await run(client, 16)  # a look that had begun may take some
+        assert (await run(client, 16))["0"] == 16
     assert (await client.utility(sleeper, "wake_up")).ok
     shares = await run(client, 16)
     assert 7 <= shares["1"] <= 9, shares

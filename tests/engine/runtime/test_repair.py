@@ -25,7 +25,7 @@ from tests.waiting import wait_for_async
 
 async def test_lost_messages_are_healed(engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every third message is lost on the way, the last one too."""
-    taken = client._take_in
+    taken = client._listener._take_payload
     count = 0
 
     def lossy(payload: bytes) -> None:
@@ -34,7 +34,7 @@ async def test_lost_messages_are_healed(engine: RunningEngine, client: AsyncClie
         if count % 3:
             taken(payload)
 
-    monkeypatch.setattr(client, "_take_in", lossy)
+    monkeypatch.setattr(client._listener, "_take_payload", lossy)
     requests = [make_request(client, max_tokens=60) for _ in range(5)]
     streams = [(await add(client, request))[0] for request in requests]
     async with asyncio.timeout(30):
@@ -47,9 +47,9 @@ async def test_lost_messages_are_healed(engine: RunningEngine, client: AsyncClie
 async def test_an_unreadable_message_is_repaired_like_a_lost_one(
     engine: RunningEngine, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = client._take_in
+    taken = client._listener._take_payload
     messages = iter(range(100))
-    monkeypatch.setattr(client, "_take_in", lambda payload: taken(payload if next(messages) else payload[:-1]))
+    monkeypatch.setattr(client._listener, "_take_payload", lambda payload: taken(payload if next(messages) else payload[:-1]))
     request = make_request(client)
     (stream,) = await add(client, request)
     async with asyncio.timeout(30):
@@ -93,6 +93,6 @@ async def test_a_gap_in_a_stream_that_the_same_message_ends_is_ignored(engine: R
     (stream,) = await add(client, request, model="nobody", limits=AdmissionLimits(require_engine=False))
     late = OutputPromptLogprobs(request.handle, 20, encode_column([7]), encode_column([0.0], np.float32), encode_column([1]))
     end = FinishedOutput(request.handle, 0, 0, FinishReason.ERROR, None, 0, RequestTimes(), "broken")
-    client._take_in(EngineCoreOutputs("nobody:0", 1, 1, prompt_logprobs=[late], finished=[end]))
+    client._listener.take(EngineCoreOutputs("nobody:0", 1, 1, prompt_logprobs=[late], finished=[end]))
     _, ends = await stream.whole()
     assert ends == [end] and client.num_streams == 0
