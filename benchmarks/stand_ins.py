@@ -1,8 +1,8 @@
 """Stands in for packages that headrace imports and a machine with a GPU may lack, so that the GPU's code can be imported there.
 
-numba and llvmlite make the CPU's kernels, gguf and safetensors read files, psutil measures a CPU's memory, llguidance fills grammars'
-masks: a step on a GPU calls nothing of them, and a call raises ModuleNotFoundError. msgspec's structs are records there, which plain
-classes are too.
+numba and llvmlite make the CPU's kernels, gguf and safetensors read files, psutil measures a CPU's memory, llguidance fills the
+masks of grammars. A step on a GPU calls nothing of them, and a call raises ModuleNotFoundError. msgspec's structs are records,
+which plain classes are too.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from gpu.checkpoint.tokenizer_files import load_tokenizer_files
 from gpu.plan import GRAMMAR_LIMITS, INVALID_REQUEST
 
 MOST_COMPILED = 64  # grammars kept for further requests
@@ -59,6 +58,8 @@ class CompiledGrammars:
 
 def grammar_tokenizer(model: str, vocab_size: int) -> LLTokenizer:
     """`model`: its path. Raises CheckpointError."""
+    from gpu.checkpoint.tokenizer_files import load_tokenizer_files  # 50 ms, which a start need not wait for
+
     files = load_tokenizer_files(model)
     return LLTokenizer(files.tokenizer_json, n_vocab=vocab_size, eos_token=files.eos_token_ids)
 
