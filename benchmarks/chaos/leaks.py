@@ -31,6 +31,8 @@ KEPT = (
     "claim:",
     "control:",
     "shares",
+    "asked",
+    "takers",
     "progress:",
     "journals",
     "incarnation",

@@ -84,7 +84,7 @@ def enqueue(
         return _stage(model, slices, requests, bounds)
     return Call(
         _outcome,
-        script("enqueue", "ledger", "entries", "memory", "admission"),
+        script("enqueue", "ledger", "takers", "entries", "memory", "admission"),
         (*keys.ledger(model), keys.served(model)),
         (*bounds, len(parts), *chain.from_iterable(parts)),
     )
@@ -128,7 +128,7 @@ def _stage(
             pairs += [request.request_id, request.handle]
         return Call(
             _outcome,
-            script("commit", "ledger", "entries", "memory", "admission"),
+            script("commit", "ledger", "takers", "entries", "memory", "admission"),
             (*keys.ledger(model), keys.served(model), keys.staged(model)),
             (*bounds, requests[0].client, len(requests), *pairs),
         )

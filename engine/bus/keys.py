@@ -140,9 +140,15 @@ def deadlines(model: str) -> str:
     return _of(model, "deadlines")
 
 
+def takers(model: str) -> str:
+    """Sorted set: slot -> choices in flight, of each engine that may take more. Those without places come behind the others: they
+    have 2^20 added (lua/takers.lua). Each `take` writes its slot's anew."""
+    return _of(model, "takers")
+
+
 @lru_cache(maxsize=64)
 def ledger(model: str) -> tuple[str, ...]:
-    """KEYS 1-17 of every script that moves requests, in the order of lua/ledger.lua."""
+    """KEYS 1-18 of every script that moves requests, in the order of lua/ledger.lua."""
     return (
         requests(model),
         order(model),
@@ -161,6 +167,7 @@ def ledger(model: str) -> tuple[str, ...]:
         fair(model),
         heights(model),
         deadlines(model),
+        takers(model),
     )
 
 
@@ -227,8 +234,13 @@ def progress(model: str, slot: str = "") -> str:
 
 def shares(model: str) -> str:
     """Hash: slot -> what its engine said at its last `take`: incarnation, how many more choices it could run, tokens that its KV
-    cache has room for, Redis' clock in ms."""
+    cache has room for."""
     return _of(model, "shares")
+
+
+def asked(model: str) -> str:
+    """Sorted set: slot -> Redis' clock in ms at its engine's last `take`."""
+    return _of(model, "asked")
 
 
 def journals(model: str) -> str:
@@ -297,9 +309,9 @@ def client_channel(incarnation: str = "") -> str:
     return f"headrace:client:{incarnation}"
 
 
-def wake_channel(model: str) -> str:
-    """A request was enqueued. A hint: the order set is the truth."""
-    return _of(model, "wake")
+def wake_channel(model: str, slot: str = "") -> str:
+    """The slot's engine should take what waits. A hint: the order set is the truth. Without a slot: the prefix."""
+    return _of(model, f"take:{slot}")
 
 
 def control_channel(model: str, slot: str = "") -> str:

@@ -67,12 +67,13 @@ def take(
     """
     return Call(
         lambda answer: [_taken(each) for each in answer],
-        script=script("take", "ledger"),
+        script=script("take", "ledger", "takers", "vessels"),
         keys=(
             *keys.ledger(model),
             keys.owner(model, slot),
             keys.progress(model, slot),
             keys.shares(model),
+            keys.asked(model),
             keys.slot(model),
         ),
         arguments=(
@@ -90,6 +91,7 @@ def take(
             keys.client_channel(),
             LATE_IN_QUEUE,
             version,
+            keys.wake_channel(model),
         ),
     )
 

@@ -265,7 +265,7 @@ class Intake:
     def _take_commands(self) -> None:
         last_id = "0"
         owner = self._owner
-        wake, told = keys.wake_channel(owner.model), keys.control_channel(owner.model, owner.slot)
+        wake, told = keys.wake_channel(owner.model, owner.slot), keys.control_channel(owner.model, owner.slot)
         is_away = False
         while not self._stopped.is_set():
             try:

@@ -2,7 +2,7 @@
 -- enqueue.
 --
 -- ARGV of these begin with: most choices (-1: any), most waiting prompt tokens (-1: any), most waiting choices (-1: any), require an
--- engine, or one that lived lately (0, 1), share of maxmemory, wake channel. Of a request these read the fields of its record.
+-- engine, or one that lived lately (0, 1), share of maxmemory, prefix of wake channels. Of a request these read the fields of its record.
 
 local LIMIT_ARGUMENTS = 6
 

@@ -76,5 +76,5 @@ if answer then return answer end
 commit(requests)
 answer = {'ok', redis.call('ZRANK', ORDER, order_member(requests[1].entry))}
 for _, request in ipairs(requests) do answer[#answer + 1] = request.entry end
-redis.call('PUBLISH', ARGV[LIMIT_ARGUMENTS], '')
+wake_for(ARGV[LIMIT_ARGUMENTS], #requests)
 return answer

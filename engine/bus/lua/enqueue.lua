@@ -43,5 +43,5 @@ charge(requests)
 answer = {'ok', 0}
 for _, request in ipairs(requests) do answer[#answer + 1] = add(request) end
 answer[2] = redis.call('ZRANK', ORDER, order_member(answer[3]))
-redis.call('PUBLISH', ARGV[LIMIT_ARGUMENTS], '')
+wake_for(ARGV[LIMIT_ARGUMENTS], #requests)
 return answer

@@ -1,14 +1,14 @@
 -- What the scripts that move requests share. It stands before each of them in the text that Redis gets (engine/bus/call.py).
 --
--- KEYS 1-17 are the same in all. RECORD, EXTERNAL, TOMBSTONE, RESUME and OUTPUT are prefixes: which record an entry belongs to is
+-- KEYS 1-18 are the same in all. RECORD, EXTERNAL, TOMBSTONE, RESUME and OUTPUT are prefixes: which record an entry belongs to is
 -- known only once the entry was read. They carry the model's hash tag, so that what is built from them lies in the slot that KEYS named.
 --
 -- The ledger: a request is queued (in ORDER, or as an orphan in a RESUME set), running (in the pending list of a consumer) or ended
 -- (neither). LIVE, LOAD and the record's state change in the same script as that does.
 
 local REQUESTS, ORDER, LIVE, ENDED, LOAD, USAGE, RECORD, EXTERNAL, TOMBSTONE, RESUME, ORPHANS, OUTPUT, KEPT,
-  EXTERNALS, FAIR, HEIGHTS, DEADLINES = unpack(KEYS, 1, 17)
-local OWN_KEYS = 17 -- a script's own keys begin behind these
+  EXTERNALS, FAIR, HEIGHTS, DEADLINES, TAKERS = unpack(KEYS, 1, 18)
+local OWN_KEYS = 18 -- a script's own keys begin behind these
 local GROUP, CONSUMER = 'engines', 'engine-' -- the group, and the prefix of its consumers, one a slot (engine/bus/keys.py)
 
 -- Epoch seconds with microseconds by Redis' clock, which is everybody's: those of the machines around it may differ by hours.
@@ -49,8 +49,9 @@ local function add_request(tenant, client, n, sign)
   add_sum('client:' .. client, sign)
 end
 
--- Choices that a slot's engine has in flight: HEIGHTS, by slot.
+-- Choices that a slot's engine has in flight: HEIGHTS, by slot; and in TAKERS, where it may take more.
 local function add_height(slot, n)
+  redis.call('ZADD', TAKERS, 'XX', 'INCR', n, slot)
   if tonumber(redis.call('ZINCRBY', HEIGHTS, n, slot)) <= 0 then redis.call('ZREM', HEIGHTS, slot) end
 end
 

@@ -1,10 +1,10 @@
 -- take: the requests that are next become the caller's.
 --
--- KEYS ledger, then owner, progress of the slot, shares, prefix of slots
+-- KEYS ledger, then owner, progress of the slot, shares, when engines asked, prefix of slots
 -- ARGV slot, incarnation, fingerprint, count: most choices to take, call number, prefix of consumers, places: how many more choices the
 --      caller could run, share's time to live in ms, may it have a suspect (0, 1), room: tokens that its KV cache has blocks for,
 --      error's number among the reasons, prefix of client channels, error of a request that is late, newest protocol version that the
---      caller reads
+--      caller reads, prefix of wake channels
 -- Answer: a list of entry, payload, when it was enqueued and taken (epoch seconds), API server and handle that it is attached to,
 -- priority; and of an orphan its attachments, the journals with its output, the commands that no engine has obeyed, its deaths in a row,
 -- its cached tokens, and when it was first scheduled and had its first token.
@@ -23,6 +23,8 @@
 --   no engine takes more choices than it has places for, while another has places for them; the surplus beyond all places goes to the
 --   engines that ask first;
 --   an engine that took has at most one request in flight more than an engine that has places left.
+-- Where a request that is left belongs to a lower engine, or to one that can run what the caller cannot, the caller wakes that engine:
+-- one that was woken and refuses, or takes less than all, passes the wake-up on.
 -- Places are what the caller says (seats, and none while KV blocks are short), less what it took since; not `count`, which is less
 -- while a step's worth is on its way to the scheduler, and more where a full engine keeps a line. A prompt that the caller has no room
 -- for is left to an engine that has; where none has, it waits here, unless the caller has some room: then it waits in the caller's line.
@@ -31,10 +33,9 @@
 -- it: it would deliver the same entries again.
 -- Sent twice (the answer was lost): calls are numbered. The number of the last take gets its entries again, a lower one nothing.
 
-local OWNER, PROGRESS, SHARES, ANY_SLOT = KEYS[OWN_KEYS + 1], KEYS[OWN_KEYS + 2], KEYS[OWN_KEYS + 3], KEYS[OWN_KEYS + 4]
+local OWNER, PROGRESS, SHARES, ASKED, ANY_SLOT = unpack(KEYS, OWN_KEYS + 1, OWN_KEYS + 5)
 local slot, incarnation, fingerprint, count, number, any_consumer, places, share_ttl, may_suspect, room, error_reason, client_channel,
-  late_error, version = unpack(ARGV)
-version = tonumber(version)
+  late_error, version, wake_channel = unpack(ARGV)
 local consumer = any_consumer .. slot
 local SUSPECT = 2 -- deaths in a row
 local SUSPECTS_PASSED = 256 -- that wait for their turn before other orphans
@@ -78,58 +79,14 @@ local last = tonumber(redis.call('HGET', PROGRESS, 'call') or 0)
 if tonumber(number) == last then return taken_before() end
 if tonumber(number) < last then return {} end
 
--- Slot -> height (choices in flight), places, room (tokens) and version of everybody who shares, the caller among them.
-local function find_vessels()
-  local said, found = redis.call('HGETALL', SHARES), {}
-  local function add(number, its_places, its_room, its_version)
-    local height = tonumber(redis.call('ZSCORE', HEIGHTS, number) or 0)
-    found[number] = {
-      height = height, places = math.max(0, tonumber(its_places)), room = tonumber(its_room), version = tonumber(its_version),
-    }
-  end
-  for i = 1, #said, 2 do
-    local holder, its_places, its_room, asked, its_version = string.match(said[i + 1], '^(%d+) (%d+) (-?%d+) (%d+) (%d+)$')
-    if holder and CLOCK - tonumber(asked) <= tonumber(share_ttl) and redis.call('GET', ANY_SLOT .. said[i]) == holder then
-      add(said[i], its_places, its_room, its_version)
-    end
-  end
-  add(slot, places, room, version)
-  return found
-end
+local oldest_ask = CLOCK - tonumber(share_ttl)
+local other_at = vessels_besides(slot, SHARES, ASKED, ANY_SLOT, oldest_ask)
+local me = {
+  slot = slot, height = tonumber(redis.call('ZSCORE', HEIGHTS, slot) or 0), places = math.max(0, tonumber(places)),
+  room = tonumber(room), version = tonumber(version),
+}
 
--- Engines look several times a second: while nothing waits, what the others said is not read.
-local something_waits = redis.call('EXISTS', ORDER, RESUME .. fingerprint) > 0
-local alone = {[slot] = {height = 0, places = tonumber(places), room = tonumber(room), version = version}}
-local vessels = something_waits and find_vessels() or alone
-local me = vessels[slot]
-
-local function say_places()
-  local said = string.format('%d %.0f %d %d', math.max(0, me.places), me.room, CLOCK, version)
-  redis.call('HSET', SHARES, slot, incarnation .. ' ' .. said)
-end
-
-local function reads(vessel, request) return vessel.version >= request.version end
-
--- How many of the `waiting` choices are the caller's to take, where all are like `request`.
-local function fair_share(waiting, request)
-  local highest = 0
-  local function places_of(vessel) return reads(vessel, request) and vessel.room >= request.tokens and vessel.places or 0 end
-  for _, vessel in pairs(vessels) do highest = math.max(highest, vessel.height + places_of(vessel)) end
-  local function below(level, vessel) return math.max(0, math.min(level - vessel.height, places_of(vessel))) end
-  local function places_below(level)
-    local sum = 0
-    for _, vessel in pairs(vessels) do sum = sum + below(level, vessel) end
-    return sum
-  end
-  local surplus = waiting - places_below(highest)
-  if surplus >= 0 then return below(highest, me) + surplus end
-  local low, high = 0, highest
-  while low < high do
-    local middle = math.floor((low + high) / 2)
-    if places_below(middle) < waiting then low = middle + 1 else high = middle end
-  end
-  return below(low, me)
-end
+local something_waits = redis.call('EXISTS', ORDER, RESUME .. fingerprint) > 0 -- engines look several times a second
 
 local function is_past(time) return time and tonumber(time) < tonumber(NOW) end
 
@@ -190,20 +147,22 @@ local function take_orphans()
   end
 end
 
-local function fits(vessel, request)
-  return reads(vessel, request) and vessel.places >= request.n and vessel.room >= request.tokens
+-- It may be the caller's although the share is none, where lower engines cannot run it.
+local function is_lowest_for(request)
+  if not fits(me, request) then return false end
+  local rival = find_rival(other_at, request)
+  return not rival or rival.height > me.height
 end
 
-local function fits_another(request)
-  for number, vessel in pairs(vessels) do
-    if number ~= slot and fits(vessel, request) then return true end
-  end
-  return false
+local function share_of_caller(waiting, request)
+  local share = math.min(budget, fair_share(me, other_at, waiting, request))
+  if share <= 0 and is_lowest_for(request) then return request.n end
+  return share
 end
 
 local function is_mine(request, share)
   if me.room >= request.tokens and (share >= request.n or me.places >= request.n) then return true end
-  return not fits_another(request) and may_stand_in_line()
+  return not find_rival(other_at, request) and may_stand_in_line()
 end
 
 local SEATS_A_PLACE = 8 -- of how many seats one is kept
@@ -221,8 +180,8 @@ local function places_kept_from(tenant)
   for i = 1, 4 do sums[i] = tonumber(sums[i] or 0) end
   local own = sums[3] - sums[4]
   if own < kept or kept == 0 then return nil end
-  local engines = 0
-  for _ in pairs(vessels) do engines = engines + 1 end
+  redis.call('ZADD', ASKED, CLOCK, slot)
+  local engines = redis.call('ZCOUNT', ASKED, oldest_ask, '+inf')
   return math.max(0, kept - math.floor((sums[1] - sums[2] - own) / engines))
 end
 
@@ -243,7 +202,7 @@ local function take_fresh()
       if request and not reads(me, request) then
         unread = unread + 1
       elseif request then
-        share = share or math.min(budget, fair_share(waiting, request))
+        share = share or share_of_caller(waiting, request)
         if share <= 0 or not is_mine(request, share) then return end
         if is_kept_from(request.tenant) then
           passed = passed + 1
@@ -258,11 +217,27 @@ local function take_fresh()
   until unread == unread_before or unread >= MOST_UNREAD
 end
 
+-- What the caller leaves must not wait until the engine that may have it looks.
+local function wake_next()
+  local head = redis.call('ZRANGE', ORDER, 0, 0)[1]
+  if not head or not other_at(1) then return end
+  local request = look(ORDER, head)
+  local rival = request and find_rival(other_at, request)
+  if rival and (rival.height < me.height or not fits(me, request)) then wake(wake_channel, rival.slot) end
+end
+
+local function say_places()
+  redis.call('HSET', SHARES, slot, string.format('%s %d %.0f %s', incarnation, math.max(0, me.places), me.room, version))
+  redis.call('ZADD', ASKED, CLOCK, slot)
+  note_taker(slot, tonumber(redis.call('ZSCORE', HEIGHTS, slot) or 0), me.places > 0 and me.room > 0, budget > 0)
+end
+
 if something_waits and budget > 0 then take_orphans() end
 if something_waits and budget > 0 then take_fresh() end
 if newest_start > 0 and newest_start > tonumber(redis.call('HGET', FAIR, 'clock') or 0) then
   redis.call('HSET', FAIR, 'clock', string.format('%.0f', newest_start))
 end
 say_places()
+if something_waits then wake_next() end
 redis.call('HSET', PROGRESS, 'call', number, 'taken', table.concat(entries, ' '))
 return answer

@@ -49,7 +49,7 @@ def test_scripts_are_loaded_where_redis_has_forgotten_them(redis_url: str) -> No
         world.enqueue(world.request())
         world.raw.script_flush()
         world.enqueue(world.request())
-        assert world.raw.script_exists(script("enqueue", "ledger", "entries", "memory", "admission").sha) == [True]
+        assert world.raw.script_exists(script("enqueue", "ledger", "takers", "entries", "memory", "admission").sha) == [True]
         assert len(world.entries()) == 2
 
 

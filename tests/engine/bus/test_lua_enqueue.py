@@ -69,13 +69,6 @@ def test_a_list_that_repeats_only_some_requests_is_refused(world: World) -> None
     world.check_integrity()
 
 
-def test_a_list_wakes_the_engines_once(world: World) -> None:
-    with world.bus.subscribe(keys.wake_channel(world.model)) as bell:
-        world.enqueue(world.request(), world.request())
-        assert bell.get(5.0) is not None
-        assert bell.get(0.02) is None, "once a list"
-
-
 def test_a_lost_answer_is_made_up_for(world: World) -> None:
     with LossyProxy(world.url) as proxy, Bus(proxy.url) as bus:
         bus.run(queue_depth(world.model))

@@ -12,18 +12,33 @@ import msgspec
 import pytest
 
 from engine.bus import keys
-from engine.bus.connection import Bus, Subscription
+from engine.bus.call import Call
+from engine.bus.connection import Bus
+from engine.bus.subscription import Subscription
 from engine.client.client import AsyncClient
 from engine.protocol import FinishReason
 from engine.runtime.intake import Intake
 from tests.engine.conftest import MODEL, RunningEngine
 from tests.engine.runtime.null_requests import add, expected, make_request, settled
+from tests.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)
 def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take so long that no request ends before all have been taken."""
     monkeypatch.setenv("HEADRACE_NULL_RUNNER", "step_seconds=0.02")
+
+
+def look_again(*engines: RunningEngine) -> None:
+    """Until each of them has asked for requests after this call, and so has a share."""
+    began = {engine: _last_asked(engine) for engine in engines}
+    for engine in engines:
+        wait_for(lambda engine=engine: _last_asked(engine) > began[engine], "a look")  # type: ignore[misc]
+
+
+def _last_asked(engine: RunningEngine) -> float:
+    score = Call(lambda answers: float(answers[0] or 0), commands=(("ZSCORE", keys.asked(MODEL), engine.info.slot),))
+    return engine.bus.run(score)
 
 
 async def run(client: AsyncClient, count: int, max_tokens: int = 100, prompt: int = 20) -> Counter[str]:
@@ -41,6 +56,7 @@ async def run(client: AsyncClient, count: int, max_tokens: int = 100, prompt: in
 
 async def test_two_engines_get_equal_numbers(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
     engines = [start_engine(), start_engine()]
+    look_again(*engines)
     shares = await run(client, 16)
     assert sorted(shares) == ["0", "1"] and 7 <= shares["0"] <= 9, shares
     for engine in engines:
@@ -77,7 +93,8 @@ async def test_an_engine_short_of_kv_cache_holds_no_request_back(
 
 
 async def test_a_sleeping_engine_holds_no_request_back(start_engine: Callable[..., RunningEngine], client: AsyncClient) -> None:
-    start_engine(), start_engine()
+    engines = [start_engine(), start_engine()]
+    look_again(*engines)
     await run(client, 2, max_tokens=2)
     await client.directory.refresh()
     sleeper = client.directory.engines[1]
@@ -86,6 +103,7 @@ async def test_a_sleeping_engine_holds_no_request_back(start_engine: Callable[..
         await run(client, 16)  # a look that had begun may take some
         assert (await run(client, 16))["0"] == 16
     assert (await client.utility(sleeper, "wake_up")).ok
+    look_again(*engines)
     shares = await run(client, 16)
     assert 7 <= shares["1"] <= 9, shares
 
@@ -113,7 +131,7 @@ async def test_a_request_that_arrives_before_the_engine_listens_is_not_left_unti
         return found
 
     def listen(bus: Bus, *channels: str) -> AbstractContextManager[Subscription]:
-        if keys.wake_channel(MODEL) in channels:
+        if keys.wake_channel(MODEL, "0") in channels:
             assert arrived.wait(20)
         return subscribe(bus, *channels)
 
