@@ -105,7 +105,23 @@ def _prompt_token_ids(outline: RequestOutline) -> array[int]:
     return token_ids
 
 
-async def continued_stream(request: Request, recalled: Recalled, starting_after: str | None = None) -> Response:
+async def retried_stream(request: Request, recalled: Recalled) -> Response:
+    """The stream for a retry with the same Idempotency-Key.
+
+    Raises ServiceUnavailable where the request was aborted, as after a 503 to its first client: the next retry runs it again.
+    """
+    service, generation = service_of(request), recalled.generation
+    stream = await continued_stream(request, recalled)
+    try:
+        if await service.bus.run(records.any_given_up(recalled.model, generation.internal_ids)):
+            raise _aborted()
+    except BaseException:
+        stream.leave()
+        raise
+    return stream
+
+
+async def continued_stream(request: Request, recalled: Recalled, starting_after: str | None = None) -> EventStream:
     """A stream of the events behind the one whose id the client gives: in Last-Event-ID, else `starting_after`; all without one.
 
     It becomes the one stream that listens to the request. Raises BadRequest, BusUnavailable.
@@ -131,8 +147,12 @@ class FollowedAnswer(WholeAnswer):
     async def choices(self) -> list[ChoiceOutput]:
         choices = await super().choices()
         if any(choice.finish_reason is FinishReason.ABORT for choice in choices):
-            raise ServiceUnavailable("The request with this Idempotency-Key was aborted. Try again.", headers=RETRY_AFTER)
+            raise _aborted()
         return choices
+
+
+def _aborted() -> ServiceUnavailable:
+    return ServiceUnavailable("The request with this Idempotency-Key was aborted. Try again.", headers=RETRY_AFTER)
 
 
 async def followed_answer(request: Request, recalled: Recalled) -> Response:

@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from api.admission import engines_of, protocol_version, queue_headers, refusal_error
 from api.app_state import Service, principal_of, service_of
-from api.continuation import continued_stream, followed_answer, recall
+from api.continuation import followed_answer, recall, retried_stream
 from api.errors import RETRY_AFTER, ApiError, BadRequest, IdempotencyKeyReused, ServiceUnavailable
 from api.http.auth import derive_cache_salt
 from api.http.headers import header
@@ -100,7 +100,7 @@ async def _repeat(request: Request, model: str, repeated: Repeated) -> Response:
         raise ServiceUnavailable("The request with this Idempotency-Key is gone. Try again.", headers=RETRY_AFTER)
     recalled = await recall(service, model, record)
     if recalled.generation.task.stream:
-        return await continued_stream(request, recalled)
+        return await retried_stream(request, recalled)
     return await followed_answer(request, recalled)
 
 

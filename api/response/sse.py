@@ -183,7 +183,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = response_writer(scope)
         try:
-            writer.when_gone(self._leave)
+            writer.when_gone(self.leave)
             await writer.start(send, {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             self._comment_later()
             await self._sink.written(writer)
@@ -192,9 +192,10 @@ class EventStream(Response):
             writer.close()
             if self._comments is not None:
                 self._comments.cancel()
-            self._leave()
+            self.leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Nobody wants the response any more."""
         self._generation.close()
         self._sink.close()
 

@@ -125,6 +125,16 @@ class Whereabouts(NamedTuple):
     entry: str = ""  # id in the requests stream
 
 
+def any_given_up(model: str, ids: Sequence[str]) -> Call[bool]:
+    """Whether any of these requests has ended without an answer, or its engine has been told to end it so. While a stream is
+    attached, no stream of before can order that."""
+
+    def decode(answers: list[Any]) -> bool:
+        return any(reason in (b"abort", b"error") or (state != b"ended" and order) for state, reason, order in answers)
+
+    return Call(decode, commands=tuple(("HMGET", keys.record(model, each), "state", "reason", "finish:-1") for each in ids))
+
+
 def whereabouts(model: str, ids: Sequence[str]) -> Call[list[Whereabouts | None]]:
     """Of each of these requests; None: it has no record."""
 

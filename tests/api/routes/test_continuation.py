@@ -11,11 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
+import redis.asyncio
 
 from tests.api.conftest import KEYS, NULL_ENGINE
 from tests.api.live_server import LiveServer
 from tests.api.request_states import until_loaded, until_state
 from tests.api.resuming import broken_streams, continued, events_of, merged, streamed
+from tests.waiting import wait_for_async
 
 ALICE = {"Authorization": f"Bearer {KEYS['alice']}"}
 BOB = {"Authorization": f"Bearer {KEYS['bob']}"}
@@ -208,6 +210,38 @@ async def test_a_retry_does_not_get_the_beginning_of_an_aborted_answer(pair: Pai
         assert refused.status_code == 503 and refused.headers["Retry-After"]
         again = await there.post(COMPLETIONS, json=body, headers=headers)
         assert again.json()["usage"]["completion_tokens"] == 190
+
+
+async def test_a_retried_stream_does_not_join_a_request_that_is_being_aborted(pair: Pair) -> None:
+    """Its first client got a 503, say, and the engine has the order to end it and has not obeyed yet."""
+    body, headers = {**TEXT, "max_tokens": 180, "stream": True, "request_id": "fish-5"}, {"Idempotency-Key": "fish-5"}
+    async with pair.client(0) as here, pair.client(1) as there:
+        first = asyncio.create_task(here.post(COMPLETIONS, json=body, headers=headers))
+        await until_state(here, "fish-5", "running")
+        pair.server.engine.send_signal(signal.SIGSTOP)  # for less than its time to live
+        try:
+            cancel = asyncio.create_task(here.post("/v1/requests/fish-5/cancel"))
+            await until_ordered(pair.server.redis.url, "fish-5")
+            retry = asyncio.create_task(there.post(COMPLETIONS, json=body, headers=headers))
+            await asyncio.wait({retry}, timeout=1.0)
+        finally:
+            pair.server.engine.send_signal(signal.SIGCONT)
+        refused = await retry
+        assert refused.status_code == 503 and refused.headers["Retry-After"], refused.text
+        await asyncio.gather(first, cancel)
+        async with there.stream("POST", COMPLETIONS, json=body, headers=headers) as again:
+            assert merged(await events_of(again))[0]["ends"] == [("length", None)]
+
+
+async def until_ordered(redis_url: str, external_id: str) -> None:
+    """The request's record has the order to end it."""
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+
+        async def ordered() -> bool:
+            names = [name async for name in client.scan_iter(f"*:record:{external_id}*")]
+            return bool(names) and bool(await client.hexists(names[0], "finish:-1"))
+
+        await wait_for_async(ordered, "an order to end the request")
 
 
 async def test_a_stopping_server_hands_its_resumable_streams_on(pair: Pair) -> None:
