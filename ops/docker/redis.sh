@@ -7,7 +7,7 @@ umask 077
 model='headrace:{*}'
 ledger="~$model:requests ~$model:order ~$model:live ~$model:ended ~$model:load ~$model:usage ~$model:record:* ~$model:external:*"
 ledger="$ledger ~$model:tombstone:* ~$model:resume:* ~$model:orphans ~$model:output:* ~$model:kept ~$model:externals ~$model:fair"
-ledger="$ledger ~$model:heights ~$model:deadlines ~$model:staged ~$model:idempotency:*"
+ledger="$ledger ~$model:heights ~$model:takers ~$model:deadlines ~$model:staged ~$model:idempotency:*"
 # Scripts name these among their keys, and Redis takes what a script names for what it writes.
 slots="~$model:owner:* ~$model:slot:* ~$model:slots ~$model:incarnation ~$model:served ~$model:served:* ~$model:engine ~$model:absent:*"
 commands='+@read +@write +@stream +@pubsub +@transaction +@connection +eval +evalsha -@admin -@dangerous +info +time +script|load'
@@ -18,7 +18,7 @@ user default off
 user health on nopass +ping
 user admin on >$REDIS_ADMIN_PASSWORD ~* &* +@all
 user api on >$REDIS_API_PASSWORD &headrace:* $commands $ledger ~$model:control:* ~headrace:api:* ~headrace:apis $slots %R~$model:tokenizer:* %R~$model:journal:* %R~$model:usage:* %R~$model:alarms %R~headrace:models
-user engine on >$REDIS_ENGINE_PASSWORD &headrace:* $commands $ledger ~$model:control:* $slots ~$model:claim:* ~$model:progress:* ~$model:shares ~$model:journal:* ~$model:journals ~$model:tokenizer:* ~$model:alarms ~headrace:models
+user engine on >$REDIS_ENGINE_PASSWORD &headrace:* $commands $ledger ~$model:control:* $slots ~$model:claim:* ~$model:progress:* ~$model:shares ~$model:asked ~$model:journal:* ~$model:journals ~$model:tokenizer:* ~$model:alarms ~headrace:models
 user maintenance on >$REDIS_MAINTENANCE_PASSWORD &headrace:* $commands $ledger ~$model:control:* ~$model:usage:* ~$model:journal:* ~$model:journals $slots %R~headrace:models ~headrace:api:* ~headrace:apis ~headrace:absent:* ~headrace:celery:*
 ACL
 

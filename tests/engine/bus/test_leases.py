@@ -50,8 +50,8 @@ def test_several_engines_die_at_once(world: World) -> None:
     for engine in engines:
         world.crash(engine)
     world.bus.run(leases.dead_engines(world.model))
-    named = wait_for(lambda: world.bus.run(leases.dead_engines(world.model, ttl=0.02)), "their deaths")
-    assert [dead.slot for dead in named] == [engine.slot for engine in engines]
+    slots = [engine.slot for engine in engines]
+    wait_for(lambda: [dead.slot for dead in world.bus.run(leases.dead_engines(world.model, ttl=0.02))] == slots, "their deaths")
 
 
 def test_a_slot_with_a_new_owner_is_looked_at_twice_again(world: World) -> None:
