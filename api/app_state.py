@@ -61,6 +61,7 @@ class Service:
             config.enable_force_include_usage,
             config.enable_prompt_tokens_details,
             config.return_tokens_as_token_ids,
+            config.tool_call_parser,
         )
         self.admission = Admission(config)
         self.output_budget = OutputBudget(config.max_pending_bytes)

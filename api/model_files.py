@@ -10,6 +10,7 @@ from api.errors import BadRequest, UnusableModel, sanitize_message
 from api.request.sampling_params import ModelLimits, usable_defaults
 from api.text.chat_template import ChatTemplate
 from api.text.tokenizer import TextTokenizer
+from api.tools.formats import ToolFormat, format_of_template
 from engine.protocol import TokenizerBundle
 
 logger = logging.getLogger("headrace.api")
@@ -24,6 +25,7 @@ class ModelFiles:
     tokenizer: TextTokenizer
     template: ChatTemplate | None
     template_fault: str
+    tool_format: ToolFormat | None  # that the template tells the model to write; None: it tells none
     generation_config: dict[str, Any]
     template_variables: dict[str, Any]
     content_hash: str
@@ -58,12 +60,15 @@ class ServedModel:
 def make_model_files(model: str, content_hash: str, bundle: TokenizerBundle, template_source: str | None = None) -> ModelFiles:
     """`template_source` stands in for the model's own template. Raises UnusableModel where there is no tokenizer."""
     variables = _template_variables(bundle)
-    template, fault = _make_template(template_source or bundle.chat_template, variables)
+    source = template_source or bundle.chat_template or ""
+    template, fault = _make_template(source, variables)
     if template is None:
         logger.warning("model %s cannot chat: %s", model, fault)
     defaults = usable_defaults(model, bundle.generation_config)
     tokenizer = _make_tokenizer(model, bundle)
-    return ModelFiles(tokenizer, template, fault, defaults, variables, content_hash, bundle, template_source)
+    return ModelFiles(
+        tokenizer, template, fault, format_of_template(source), defaults, variables, content_hash, bundle, template_source
+    )
 
 
 def _make_tokenizer(model: str, bundle: TokenizerBundle) -> TextTokenizer:
@@ -73,7 +78,7 @@ def _make_tokenizer(model: str, bundle: TokenizerBundle) -> TextTokenizer:
         raise UnusableModel(f"The tokenizer of `{model}` cannot be read: {sanitize_message(str(error))}") from error
 
 
-def _make_template(source: str | None, variables: dict[str, Any]) -> tuple[ChatTemplate | None, str]:
+def _make_template(source: str, variables: dict[str, Any]) -> tuple[ChatTemplate | None, str]:
     if not source:
         return None, "it has no chat template"
     try:

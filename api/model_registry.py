@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from api.errors import RETRY_AFTER, BadRequest, ConfigurationError, NotFound, ServiceUnavailable, UnusableModel
 from api.model_files import ModelFiles, ServedModel, make_model_files
 from api.request.sampling_params import ModelLimits
+from api.request.tools import AUTO
 from api.text.chat_template import ChatTemplate
 from engine.bus.call import BusUnavailable
 from engine.client.client import AsyncClient
@@ -41,6 +42,7 @@ class ServedModels:
     def __init__(self, config: ApiConfig, pool: Executor) -> None:
         self.template_defaults = _template_defaults(config)
         self._template_source = _template_source(config)
+        self._tool_call_parser = config.tool_call_parser
         self._pool = pool
         self._files: dict[str, asyncio.Task[ModelFiles]] = {}
         self._seen: set[str] = set()
@@ -131,7 +133,10 @@ class ServedModels:
             bundle = await client.tokenizer_bundle(handle)
         except LookupError as error:
             raise ServiceUnavailable(str(error), headers=RETRY_AFTER) from error
-        return await self.in_thread(make_model_files, handle.name, handle.tokenizer, bundle, self._template_source)
+        files = await self.in_thread(make_model_files, handle.name, handle.tokenizer, bundle, self._template_source)
+        if self._tool_call_parser == AUTO and files.tool_format is not None:
+            logger.info("model %s: its chat template tells the tool call format %s", handle.name, files.tool_format.name)
+        return files
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)

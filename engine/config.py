@@ -79,6 +79,23 @@ class ApiConfig:
         False, "let the text of messages spell special tokens, such as <|im_end|>, which can forge turns"
     )
     default_chat_template_kwargs: str | None = option(None, "JSON object with variables for every chat template")
+    tool_call_parser: str = option(
+        "auto",
+        "format in which the model writes tool calls; auto: what its chat template contains, which the API server logs at its "
+        "start; none: requests with tools are a 400",
+        choices=(
+            "auto",
+            "none",
+            "qwen3_coder",
+            "glm",
+            "minimax",
+            "hermes",
+            "mistral",
+            "mistral_list",
+            "pythonic",
+            "llama3_json",
+        ),
+    )
     max_num_queued_reqs: int | None = option(
         None, "most choices that wait or run for a model; a request beyond them is a 503 with Retry-After, or a 429"
     )

@@ -70,6 +70,9 @@ class AnswerOptions(msgspec.Struct, array_like=True, frozen=True):
     usage_details: bool = False  # usage counts cached tokens too
     role: str = ""  # of a chat's answer
     prefix: str = ""  # of a chat's answer: the message that it continues, where that is to be echoed
+    tool_format: str = ""  # in which a chat's answer has tool calls; "": none are looked for
+    tools: dict[str, dict[str, str]] = {}  # that the request offers, each with the types of its parameters; "": not one type
+    one_call: bool = False  # the answer shows the first tool call alone
 
 
 class RequestFacts(msgspec.Struct, array_like=True, frozen=True):

@@ -18,8 +18,10 @@ from api.request.sampling_params import (
     make_sampling_params,
 )
 from api.request.schemas import ChatCompletionRequest, TemplateFields
+from api.request.tools import AUTO, check_tools_are_served, tool_use
 from api.request.validation import check_chat
 from api.text.chat_template import ChatTemplate
+from api.tools.formats import FORMATS, ToolFormat
 
 ROLE = "assistant"
 
@@ -27,6 +29,7 @@ ROLE = "assistant"
 def prepare_chat(body: ChatCompletionRequest, model: ServedModel, rules: RequestRules) -> Task:
     """Raises BadRequest."""
     check_chat(body, rules.limits)
+    check_tools_are_served(body, rules.tool_call_parser)
     budget = OutputBudget(body.max_tokens)
     if body.max_completion_tokens is not None:
         budget = OutputBudget(body.max_completion_tokens, "max_completion_tokens")
@@ -34,11 +37,12 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, rules: Request
     check_truncation(body.truncate_prompt_tokens, model.limits)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     check_logprobs("top_logprobs", logprobs, model.limits)
+    tools = tool_use(body, _tool_format(model, rules), model.tokenizer)
     prompt = _make_prompt(body, model, rules)
     config = model.files.generation_config
     max_tokens = budget.resolve(len(prompt.token_ids), model.limits, default_max_tokens(config))
     sampling = make_sampling_params(
-        body, model.tokenizer, model.limits, rules.limits, config, max_tokens, logprobs, body.prompt_logprobs
+        body, model.tokenizer, model.limits, rules.limits, config, max_tokens, logprobs, body.prompt_logprobs, tools.grammar
     )
     rules.limits.check_logprobs(sampling, len(prompt.token_ids), max_tokens * sampling.n, model.limits.vocab_size)
     if body.echo:
@@ -49,11 +53,23 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, rules: Request
         model=model,
         prompts=[prompt],
         sampling=[sampling],
-        answer=replace(answer_options(body, rules, logprobs), role=role, prefix=_continued(body, role) if body.echo else ""),
+        answer=replace(
+            answer_options(body, rules, logprobs),
+            role=role,
+            prefix=_continued(body, role) if body.echo else "",
+            tool_format=tools.format.name if tools.format is not None else "",
+            tools=tools.types,
+            one_call=tools.one_call,
+        ),
         stream=bool(body.stream),
         priority=body.priority,
         cache_salt=body.cache_salt or "",
     )
+
+
+def _tool_format(model: ServedModel, rules: RequestRules) -> ToolFormat | None:
+    """In which the model writes calls; None: that is not known."""
+    return model.files.tool_format if rules.tool_call_parser == AUTO else FORMATS.get(rules.tool_call_parser)
 
 
 def chat_text(body: TemplateFields, model: ServedModel, rules: RequestRules) -> str:

@@ -19,6 +19,7 @@ from api.request.sampling_params import (
     resolve_seed,
 )
 from api.request.schemas import CompletionRequest
+from api.request.structured_output import output_grammar
 from api.request.validation import check_completion
 from engine.protocol import SamplingParams
 
@@ -71,7 +72,17 @@ def _sampling(body: CompletionRequest, model: ServedModel, limits: RequestLimits
     if prompt_logprobs is None and body.echo:
         prompt_logprobs = body.logprobs
     budgets = [budget.resolve(len(prompt.token_ids), model.limits, default_max_tokens(config)) for prompt in prompts]
-    params = make_sampling_params(body, model.tokenizer, model.limits, limits, config, min(budgets), body.logprobs, prompt_logprobs)
+    params = make_sampling_params(
+        body,
+        model.tokenizer,
+        model.limits,
+        limits,
+        config,
+        min(budgets),
+        body.logprobs,
+        prompt_logprobs,
+        output_grammar(body),
+    )
     _check_repetition(params, len(prompts), limits)
     num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     limits.check_logprobs(params, num_prompt_tokens * params.n, sum(budgets) * params.n, model.limits.vocab_size)

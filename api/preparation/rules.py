@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from api.request.limits import RequestLimits
+from api.request.tools import AUTO
 
 
 @dataclass(frozen=True)
@@ -19,3 +20,4 @@ class RequestRules:
     force_include_usage: bool = False  # streams tell their usage, asked or not
     prompt_tokens_details: bool = False
     tokens_as_token_ids: bool = False  # in logprobs, where the request does not say it
+    tool_call_parser: str = AUTO

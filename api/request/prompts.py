@@ -11,6 +11,7 @@ from typing import Any, Literal
 from api.errors import BadRequest
 from api.request.sampling_params import ModelLimits
 from api.request.schemas import ChatMessage, ContentPart, TemplateFields
+from api.request.tools import tools_of_template
 from api.text.chat_template import ChatTemplate
 from api.text.template_probe import Message, as_parts
 from api.text.tokenizer import TextTokenizer
@@ -58,6 +59,7 @@ def render_chat(
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         documents=guard(request.documents),
+        tools=guard(tools_of_template(request)),
         extra={**defaults, **guard(extra)},
     )
 

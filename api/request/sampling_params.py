@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from api.errors import BadRequest
 from api.request.limits import RequestLimits
 from api.request.schemas import SamplingFields
-from api.request.structured_output import output_grammar
 from api.text.tokenizer import TextTokenizer
 from engine.protocol import GREEDY_EPSILON, SamplingParams
 
@@ -74,6 +73,7 @@ def make_sampling_params(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    grammar: str,
 ) -> SamplingParams:
     """All of `request` that the engine needs, checked. `max_tokens` is resolved; logprobs come in the endpoint's own fields."""
     values = _Values(request, generation_config)
@@ -94,7 +94,7 @@ def make_sampling_params(
         repetition_penalty=values.repetition_penalty,
         logit_bias=_logit_bias(request.logit_bias, limits.vocab_size),
         allowed_token_ids=_allowed_token_ids(request.allowed_token_ids, limits.vocab_size),
-        grammar=output_grammar(request),
+        grammar=grammar,
         bad_words_token_ids=_bad_words(request.bad_words or [], tokenizer, request_limits),
         max_tokens=max_tokens,
         min_tokens=request.min_tokens,

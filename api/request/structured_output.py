@@ -72,13 +72,13 @@ def _of_options(options: StructuredOutputs) -> str:
         case "regex":
             if "\0" in value:
                 raise BadRequest(f"{param} must not have the character NUL.", param=param)
-            return _checked(_made(lambda: LLMatcher.grammar_from_regex(value), param), param)
+            return checked_grammar(_made(lambda: LLMatcher.grammar_from_regex(value), param), param)
         case "choice":
             if not all(value):
                 raise BadRequest(f"{param} must not have an empty text.", param=param)
-            return _checked("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value), param)
+            return checked_grammar("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value), param)
         case "grammar":
-            return _checked(_made(lambda: grammar_from("grammar", value), param), param)
+            return checked_grammar(_made(lambda: grammar_from("grammar", value), param), param)
         case _:
             return _of_tags(_loaded(value, param), param)
 
@@ -134,7 +134,7 @@ def _of_tags(value: Any, param: str) -> str:
         raise BadRequest(message, param=param) from None
     for structure in structures:
         _of_schema(structure["schema"], param)
-    return _checked(_made(lambda: StructTag.to_grammar(tags, assume_special=False), param), param)
+    return checked_grammar(_made(lambda: StructTag.to_grammar(tags, assume_special=False), param), param)
 
 
 def _made(make: Callable[[], str], param: str) -> str:
@@ -144,7 +144,13 @@ def _made(make: Callable[[], str], param: str) -> str:
         raise BadRequest(f"{param} cannot be read: {error}", param=param) from None
 
 
-def _checked(grammar: str, param: str) -> str:
+def check_schema(schema: Any, param: str) -> None:
+    """Raises BadRequest for a schema that the library does not support."""
+    _of_schema(schema, param)
+
+
+def checked_grammar(grammar: str, param: str) -> str:
+    """`grammar`, which the library can hold an output to. Raises BadRequest."""
     _of_bounded_size(grammar, param)
     if why := _fault(grammar):
         raise BadRequest(f"{param} is not supported: {why}", param=param)

@@ -7,6 +7,7 @@ from api.request.limits import RequestLimits
 from api.request.prompts import num_prompts
 from api.request.sampling_params import stop_strings
 from api.request.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields, TemplateFields
+from api.request.tools import check_tools
 
 
 def check_chat(request: ChatCompletionRequest, limits: RequestLimits) -> None:
@@ -40,14 +41,7 @@ def check_template_fields(request: TemplateFields) -> None:
     for field in ("mm_processor_kwargs", "media_io_kwargs"):
         if getattr(request, field) is not None:
             raise BadRequest(f"{field} is not supported: this server takes text only.", param=field)
-    _check_tools(request)
-
-
-def _check_tools(request: TemplateFields) -> None:
-    if request.tools is not None:
-        raise BadRequest("Tool calling is not supported by this server: omit `tools`.", param="tools")
-    if request.tool_choice is not None and request.tool_choice != "none":
-        raise BadRequest("Tool calling is not supported by this server: omit `tool_choice`.", param="tool_choice")
+    check_tools(request)
 
 
 def _check_common(request: SamplingFields, limits: RequestLimits) -> None:

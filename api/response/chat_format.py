@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from api.response.chunk_format import AnswerFormat, encode_json
+from api.response.generation import Generation
 from api.response.output_processor import ChoiceOutput
+from api.response.stream_position import StreamPosition
+from api.response.tool_calls import CallsOfChoice, ChatDelta, whole_message
+from api.tools.formats import FORMATS
+from engine.config import ApiConfig
 
 
 class ChatFormat(AnswerFormat):
@@ -15,6 +20,56 @@ class ChatFormat(AnswerFormat):
     id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
     text_item = b'{"index":%d,"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
     no_text: ClassVar = {"delta": {}}
+
+    def __init__(self, generation: Generation, config: ApiConfig, position: StreamPosition | None = None) -> None:
+        super().__init__(generation, config, position)
+        answer = self._answer
+        self._calls = [
+            CallsOfChoice(answer, generation.internal_ids[0], index)
+            for index in range(self._task.num_choices if answer.tool_format in FORMATS else 0)
+        ]
+
+    def chunks(self, output: ChoiceOutput) -> bytes:
+        return self._chunks_with_calls(output) if self._calls else super().chunks(output)
+
+    def _chunks_with_calls(self, output: ChoiceOutput) -> bytes:
+        """Those of content and calls, each with its id where the stream can be continued."""
+        position, calls = self._position, self._calls[output.index]
+        deltas = list(calls.read(output, 0 if position is None else position.num_characters(output.index)))
+        if position is not None:
+            output = position.untold(output)
+        chunks = b""
+        shown = output  # with its tokens and logprobs, in the first chunk
+        for num_characters, delta in deltas or [ChatDelta(0, {})]:
+            if chunk := self._chat_chunk(shown, delta):
+                if position is not None:
+                    position.tell(output, True, num_characters)
+                    chunks += position.event_id()
+                chunks += chunk
+            shown = ChoiceOutput(output.index)
+        if output.finish_reason is not None:
+            if position is not None:
+                position.tell_end(output.index)
+                chunks += position.event_id()
+            chunks += self._end(output)
+        return chunks
+
+    def _chat_chunk(self, output: ChoiceOutput, delta: dict[str, Any]) -> bytes:
+        """A chunk that has `delta`, and of the output its tokens and logprobs. Empty where there is nothing to show."""
+        answer = self._answer
+        if not (delta or output.logprobs or (output.token_ids and answer.token_ids)):
+            return b""
+        if self._text_only and delta.keys() == {"content"}:
+            return self._text_chunk(ChoiceOutput(output.index, delta["content"]))
+        item: dict[str, Any] = {"index": output.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        if answer.logprobs is not None:
+            item["logprobs"] = self._logprobs.chat(output.logprobs, answer.logprobs)
+        if answer.token_ids:
+            item["token_ids"] = output.token_ids
+        return self._chunk(output.index, encode_json(item))
+
+    def _finish_reason(self, output: ChoiceOutput) -> str:
+        return self._calls[output.index].finish_reason(output.finish_reason) if self._calls else super()._finish_reason(output)
 
     def _opening(self) -> Iterator[bytes]:
         prompt = self._task.prompts[0]
@@ -34,15 +89,8 @@ class ChatFormat(AnswerFormat):
         return self._opening_chunk(index, choice, **more)
 
     def _piece(self, output: ChoiceOutput) -> bytes:
-        answer = self._answer
-        if not (output.text or output.logprobs or (output.token_ids and answer.token_ids)):
-            return b""
-        item: dict[str, Any] = {"index": output.index, "delta": {"content": output.text}, "logprobs": None, "finish_reason": None}
-        if answer.logprobs is not None:
-            item["logprobs"] = self._logprobs.chat(output.logprobs, answer.logprobs)
-        if answer.token_ids:
-            item["token_ids"] = output.token_ids
-        return self._chunk(output.index, encode_json(item))
+        shows = output.text or output.logprobs or (output.token_ids and self._answer.token_ids)
+        return self._chat_chunk(output, {"content": output.text}) if shows else b""
 
     def _whole_prompt(self) -> dict[str, Any]:
         answer, prompt = self._answer, self._task.prompts[0]
@@ -55,20 +103,24 @@ class ChatFormat(AnswerFormat):
     def _whole_choice(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
         assert choice.finish_reason is not None
         answer = self._answer
+        content: dict[str, Any] = {"content": answer.prefix + choice.text}
+        if self._calls:
+            content = whole_message(self._calls[index], choice, answer.prefix)
         message = {
             "role": answer.role,
-            "content": answer.prefix + choice.text,
+            "content": content.pop("content"),
             "refusal": None,
             "annotations": None,
             "audio": None,
             "function_call": None,
             "reasoning": None,
+            **content,
         }
         return {
             "index": index,
             "message": message,
             "logprobs": None if answer.logprobs is None else self._logprobs.chat(choice.logprobs, answer.logprobs),
-            "finish_reason": str(choice.finish_reason),
+            "finish_reason": self._finish_reason(choice),
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if answer.token_ids else None,
         }

@@ -121,8 +121,11 @@ class AnswerFormat(ABC):
 
     def _last_item(self, output: ChoiceOutput) -> dict[str, Any]:
         """The item of the chunk that ends a choice."""
-        end = {"finish_reason": str(output.finish_reason), "stop_reason": output.stop_reason}
+        end = {"finish_reason": self._finish_reason(output), "stop_reason": output.stop_reason}
         return {"index": output.index, **self.no_text, "logprobs": None, **end}
+
+    def _finish_reason(self, output: ChoiceOutput) -> str:
+        return str(output.finish_reason)
 
     def closing(self) -> bytes:
         """The chunk behind the last output, if there is one."""

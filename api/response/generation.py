@@ -17,6 +17,7 @@ from api.preparation.task import Task
 from api.response.logprobs import PromptLogprobsCollector
 from api.response.output_processor import Choice, ChoiceOutput
 from api.response.usage import Usage
+from api.tools.formats import FORMATS
 from engine.client.request_stream import RequestStream
 from engine.protocol import INVALID_REQUEST, LATE, TIMED_OUT, FinishedOutput, FinishReason, OutputLogprobs, OutputPromptLogprobs
 
@@ -206,7 +207,12 @@ class PromptRun:
         answer, sampling = self._answer, self._sampling
         return Choice(
             index,
-            self._task.model.tokenizer.detokenizer(self.prompt.token_ids, answer.skip_special_tokens, keep_prompt_tail=answer.echo),
+            self._task.model.tokenizer.detokenizer(
+                self.prompt.token_ids,
+                answer.skip_special_tokens,
+                keep_prompt_tail=answer.echo,
+                kept=FORMATS[answer.tool_format].marks if answer.tool_format in FORMATS else (),
+            ),
             answer.stop,
             answer.include_stop,
             sampling.min_tokens,

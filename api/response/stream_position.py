@@ -64,6 +64,10 @@ class StreamPosition:
         choices = "_".join(map(str, self._choices))
         return f"id: {self.num_opened}-{choices}-{int(self.closed)}\n".encode()
 
+    def num_characters(self, index: int) -> int:
+        """Of the choice's text, that the client has been told; its end counts as one where what was held back is told there."""
+        return self._choices[index].num_characters
+
     def has_begun(self, index: int) -> bool:
         return self._choices[index].begun
 
@@ -85,12 +89,13 @@ class StreamPosition:
             output.stop_reason,
         )
 
-    def tell(self, output: ChoiceOutput, shown: bool) -> None:
-        """The client has been told this part. `shown`: in an event, not only because it shows nothing."""
+    def tell(self, output: ChoiceOutput, shown: bool, num_characters: int | None = None) -> None:
+        """The client has been told this part. `shown`: in an event, not only because it shows nothing. `num_characters`: of the
+        choice's text; None: all that was made."""
         choice = self._choices[output.index]
         choice.begun = choice.begun or shown
         choice.num_tokens = max(choice.num_tokens, choice.made_tokens)
-        choice.num_characters = max(choice.num_characters, choice.made_characters)
+        choice.num_characters = max(choice.num_characters, choice.made_characters if num_characters is None else num_characters)
 
     def tell_end(self, index: int) -> None:
         self._choices[index].ended = True

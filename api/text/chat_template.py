@@ -89,6 +89,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         documents: list[dict[str, Any]] | None = None,
+        tools: list[dict[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt. An error inside the template counts as the request's fault: BadRequest."""
@@ -99,7 +100,7 @@ class ChatTemplate:
             **self._variables,
             **(extra or {}),
             "messages": conversation,
-            "tools": None,
+            "tools": tools,
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }

@@ -64,6 +64,8 @@ def unfinished_tail(data: bytes) -> bytes:
 class ByteDetokenizer:
     """`prompt_token_ids`: what stands before the output; a character that they leave unfinished is finished by the output.
 
+    `kept_ids`: special tokens that are shown all the same.
+
     `keep_prompt_tail`: the text before (an echoed prompt) ends before the unfinished character, so its bytes count as output even
     when nothing finishes it; otherwise they are dropped then.
     """
@@ -74,10 +76,11 @@ class ByteDetokenizer:
         prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         keep_prompt_tail: bool = False,
+        kept_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._pieces = table.pieces
         self._texts = table.texts
-        self._skipped = table.special_ids if skip_special_tokens else frozenset()
+        self._skipped = table.special_ids - kept_ids if skip_special_tokens else frozenset()
         tail = unfinished_tail(b"".join(table.piece(token_id) for token_id in prompt_token_ids[-PRIMING_TOKENS:]))
         self._prompt_tail = b"" if keep_prompt_tail else tail
         self._pending = tail  # prompt tail and output bytes of the unfinished character
@@ -117,8 +120,16 @@ class ByteDetokenizer:
 class StreamDetokenizer:
     """`tokenizers`' DecodeStream, primed with the prompt's last whole characters, reset when invalid UTF-8 breaks its state."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        kept_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """`kept_ids`: special tokens that are shown all the same."""
         self._tokenizer = tokenizer
+        self._kept_ids = kept_ids
         self._skip_special_tokens = skip_special_tokens
         context = list(prompt_token_ids[-PRIMING_TOKENS:])
         unfinished: list[int] = []
@@ -130,6 +141,8 @@ class StreamDetokenizer:
             self._step(token_id)
 
     def push(self, token_id: int) -> str:
+        if token_id in self._kept_ids:
+            return self.flush() + self._tokenizer.decode([token_id], skip_special_tokens=False)
         self._pending.append(token_id)
         text = self._step(token_id)
         if text:

@@ -62,6 +62,7 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         self.eos_token_ids = list(bundle.eos_token_ids)
         self.special_ids = frozenset(token.id for token in file.added_tokens if token.special)
+        self.added_ids = {token.content: token.id for token in file.added_tokens}
         tokens = self._id_to_token()
         self.vocab_size = len(tokens)
         self.max_chars_per_token = max((len(token) for token in tokens), default=1)
@@ -171,12 +172,17 @@ class TextTokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def detokenizer(
-        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True, keep_prompt_tail: bool = False
+        self,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        keep_prompt_tail: bool = False,
+        kept: Sequence[str] = (),
     ) -> Detokenizer:
-        """A detokenizer for output that follows `prompt_token_ids`."""
+        """A detokenizer for output that follows `prompt_token_ids`. `kept`: special tokens that are shown all the same."""
+        kept_ids = frozenset(self.added_ids[content] for content in kept if content in self.added_ids)
         if self.bytes is not None:
-            return ByteDetokenizer(self.bytes, prompt_token_ids, skip_special_tokens, keep_prompt_tail)
-        return StreamDetokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens)
+            return ByteDetokenizer(self.bytes, prompt_token_ids, skip_special_tokens, keep_prompt_tail, kept_ids)
+        return StreamDetokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens, kept_ids)
 
 
 def _steps(component: dict[str, Any] | None) -> list[dict[str, Any]]:

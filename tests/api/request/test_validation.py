@@ -14,6 +14,8 @@ VOCAB = 49152
 BAD, SHAPE = "BadRequestError", "Bad Request"  # types of errors: of a value, of the body's shape
 AT_LEAST = "Input should be greater than or equal to"
 NO_NUMBER, NO_INTEGER = "Input should be a valid number", "Input should be a valid integer"
+TOOL = {"type": "function", "function": {"name": "f"}}
+CHOOSE_G = {"type": "function", "function": {"name": "g"}}
 Case = tuple[str, dict[str, Any], str, str | None, str]  # path, body without its prompt, message, param, type
 
 
@@ -161,13 +163,34 @@ BAD_VALUES: list[Case] = [
         "mm_processor_kwargs is not supported: this server takes text only.", "mm_processor_kwargs", mm_processor_kwargs={"a": 1}
     ),
     # Not here (yet)
-    chat("Tool calling is not supported by this server: omit `tools`.", "tools", tools=[]),
+    chat("`tools` must not be an empty list: omit it.", "tools", tools=[]),
     chat(
-        "Tool calling is not supported by this server: omit `tools`.",
-        "tools",
-        tools=[{"type": "function", "function": {"name": "f"}}],
+        "A function's name must have 1 to 64 characters, of a-z, A-Z, 0-9, _ and -, got 'a b'.",
+        "tools.1.function.name",
+        tools=[TOOL, {"type": "function", "function": {"name": "a b"}}],
     ),
-    chat("Tool calling is not supported by this server: omit `tool_choice`.", "tool_choice", tool_choice="auto"),
+    chat("When using `tool_choice`, `tools` must be set.", "tool_choice", tool_choice="auto"),
+    chat("When using `tool_choice`, `tools` must be set.", "tool_choice", tool_choice=CHOOSE_G),
+    chat(
+        "tool_choice must be 'none', 'auto', 'required' or name a function, got 'f'.", "tool_choice", tools=[TOOL], tool_choice="f"
+    ),
+    chat("tool_choice names the function 'g', which is not one of `tools`.", "tool_choice", tools=[TOOL], tool_choice=CHOOSE_G),
+    chat(
+        "response_format cannot be used when tool_choice makes the output a tool call.",
+        "response_format",
+        **{"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+    ),
+    chat(
+        "tools.0.function.parameters: the type of a function's parameters must be 'object'.",
+        "tools.0.function.parameters",
+        **{"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}], "tool_choice": "required"},
+    ),
+    chat(
+        "The chat template of this model tells nothing of tool calls. Use tool_choice 'required' or a named function, or start "
+        "the server with --tool-call-parser and --chat-template.",
+        "tools",
+        tools=[TOOL],
+    ),
     chat(
         "response_format of type 'json_schema' needs json_schema.schema.",
         "response_format",
