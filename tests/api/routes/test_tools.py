@@ -151,7 +151,7 @@ def test_strict_tools_leave_text_free(url: str) -> None:
 
 
 async def test_a_stream_goes_on_in_the_middle_of_a_call_at_another_server(server: LiveServer, url: str) -> None:
-    """Behind each of its events: the second server, which looks for no calls of its own accord, tells the rest and nothing twice."""
+    """Behind each of its events: the second server, whose own format is another, tells the rest and nothing twice."""
     async with httpx.AsyncClient(base_url=url, timeout=60) as here, httpx.AsyncClient(base_url=server.url, timeout=60) as there:
         request_id, events = await streamed(here, PATH, {**BODY, "tool_choice": "required", "parallel_tool_calls": False})
         expected = Told(_data(events))
