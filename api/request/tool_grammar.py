@@ -43,6 +43,13 @@ def tool_grammar(format: ToolFormat, tools: Iterable[Offered], choice: Choice, o
     return _Grammar(format, token_ids).text(list(tools), choice, one_call)
 
 
+def calls_or_answer(calls: str, answer: str) -> str:
+    """A grammar for outputs of either of two grammars."""
+    parts = [json.loads(each)["grammars"][0] if each.startswith("{") else {"lark_grammar": each} for each in (calls, answer)]
+    named = [{**part, "name": name} for name, part in zip(("calls", "answer"), parts, strict=True)]
+    return json.dumps({"grammars": [{"lark_grammar": "start: @calls | @answer"}, *named]})
+
+
 class _Grammar:
     def __init__(self, format: ToolFormat, token_ids: Mapping[str, int]) -> None:
         self._format = format
@@ -102,8 +109,9 @@ class _Grammar:
         name = f"call_{place}"
         match self._format.body:
             case JsonBody(arguments):
-                head = f'{{"name": {json.dumps(tool.name)}, {json.dumps(arguments[0])}: '
-                self._rule(name, f'{_quoted(head)} {_json(tool.parameters)} "}}"')
+                # The lexemes are those of JSON: the lexer takes the longest one, and an answer may be JSON too.
+                head = ["{", '"name"', ":", " ", json.dumps(tool.name), ",", " ", json.dumps(arguments[0]), ":", " "]
+                self._rule(name, f'{" ".join(map(_quoted, head))} {_json(tool.parameters)} "}}"')
             case NamedBody(separator):
                 between = self._mark(separator) if separator else ""
                 self._rule(name, f"{_quoted(tool.name)} {between} {_json(tool.parameters)}")

@@ -9,7 +9,7 @@ from typing import Any
 from api.errors import BadRequest
 from api.request.schemas import FunctionTool, NamedToolChoice, TemplateFields
 from api.request.structured_output import checked_grammar, output_grammar
-from api.request.tool_grammar import Choice, Offered, tool_grammar
+from api.request.tool_grammar import Choice, Offered, calls_or_answer, tool_grammar
 from api.text.tokenizer import TextTokenizer
 from api.tools.formats import HERMES, ToolFormat
 
@@ -83,11 +83,11 @@ def tool_use(request: Any, detected: ToolFormat | None, tokenizer: TextTokenizer
     if choice is Choice.REQUIRED and output:
         param = "response_format" if request.response_format is not None else "structured_outputs"
         raise BadRequest(f"{param} cannot be used when tool_choice makes the output a tool call.", param=param)
-    if choice is Choice.AUTO and not any(tool.strict for tool in offered):
-        return ToolUse(format, types, one_call, output)
+    if choice is Choice.AUTO and not output and not any(tool.strict for tool in offered):
+        return ToolUse(format, types, one_call)
+    grammar = tool_grammar(format, offered, Choice.REQUIRED if output else choice, one_call, tokenizer.added_ids)
     if output:
-        raise BadRequest("response_format cannot be used with strict tools.", param="response_format")
-    grammar = tool_grammar(format, offered, choice, one_call, tokenizer.added_ids)
+        grammar = calls_or_answer(grammar, output)
     return ToolUse(format, types, one_call, checked_grammar(grammar, "tools"))
 
 

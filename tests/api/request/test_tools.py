@@ -126,6 +126,19 @@ def test_strict_tools_hold_calls_to_their_schemas_and_leave_text_free(format: st
     assert use_of(format).grammar == ""
 
 
+@pytest.mark.parametrize("format", CALLS)
+def test_an_answer_has_its_form_or_is_a_call(format: str) -> None:
+    weather, _, _ = CALLS[format]
+    for fields, good, bad in (
+        ({"response_format": {"type": "json_object"}}, '{"a": 1}', "[1]"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "no", "maybe"),
+        ({"structured_outputs": {"regex": "a+"}}, "aa", "b"),
+    ):
+        grammar = use_of(format, **fields).grammar
+        assert matches(grammar, good) and matches(grammar, weather)
+        assert not matches(grammar, bad) and not matches(grammar, f"{weather} so")
+
+
 def test_arguments_of_python_syntax() -> None:
     use = use_of("pythonic", tool_choice="required")
     assert matches(use.grammar, '[get_weather(city="O", days=3, more={"a": true}), stop()]')
