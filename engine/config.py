@@ -90,6 +90,8 @@ class ApiConfig:
             "glm",
             "minimax",
             "hermes",
+            "gemma",
+            "functiongemma",
             "mistral",
             "mistral_list",
             "pythonic",

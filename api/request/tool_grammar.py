@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from api.errors import BadRequest
 from api.request.structured_output import WHITESPACE, check_schema
-from api.tools.formats import JsonBody, Listing, LiteralBody, NamedBody, TaggedBody, ToolFormat
+from api.tools.formats import JsonBody, Listing, LiteralBody, MarkedBody, NamedBody, TaggedBody, ToolFormat
 
 
 class Choice(enum.Enum):
@@ -102,7 +103,8 @@ class _Grammar:
             calls = f'"[" {calls} "]"'
         if not format.closing or not format.opening:
             return calls
-        between = "" if isinstance(format.body, TaggedBody) and not format.body.end else _quoted("\n")
+        is_one_line = isinstance(format.body, MarkedBody) or (isinstance(format.body, TaggedBody) and not format.body.end)
+        between = "" if is_one_line else _quoted("\n")
         return f"{between} {calls} {between} {self._mark(format.closing)}"
 
     def _call(self, place: int, tool: Offered) -> str:
@@ -118,7 +120,10 @@ class _Grammar:
             case TaggedBody() as body:
                 self._rule(name, self._tagged(place, tool, body))
             case LiteralBody():
-                self._rule(name, self._literal(tool))
+                self._rule(name, self._arguments(tool, f"{tool.name}(", "=", ", ", ")", _json))
+            case MarkedBody(before_name, quote):
+                value = partial(self._marked_value, quote)
+                self._rule(name, self._arguments(tool, f"{before_name}{tool.name}{{", ":", ",", "}", value))
         return name
 
     def _tagged(self, place: int, tool: Offered, body: TaggedBody) -> str:
@@ -137,26 +142,43 @@ class _Grammar:
 
     def _tagged_value(self, schema: dict[str, Any], line: str, after: str) -> str:
         """The value and its closing tag. A string stands without quotes, so of its schema only a list of values counts."""
-        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+        values = _texts(schema)
+        if values:
             return f"({' | '.join(map(_quoted, values))}) {line} {self._mark(after)}"
         if schema.get("type") == "string":
             return self._up_to(after)
         return f"{_json(schema)} {line} {self._mark(after)}"
 
-    def _literal(self, tool: Offered) -> str:
+    def _arguments(
+        self, tool: Offered, before: str, assign: str, between: str, after: str, value: Callable[[dict[str, Any]], str]
+    ) -> str:
         """Required arguments, then the others, each of which may be left out; where none is required, those at the end alone."""
-        arguments = [(f"{_quoted(key + '=')} {_json(schema)}", required) for key, schema, required in _properties(tool.parameters)]
+        arguments = [
+            (f"{_quoted(key + assign)} {value(schema)}", required) for key, schema, required in _properties(tool.parameters)
+        ]
         required = [argument for argument, is_required in arguments if is_required]
         others = [argument for argument, is_required in arguments if not is_required]
+        comma = _quoted(between)
         if required:
-            inside = ' ", " '.join(required) + "".join(f' (", " {argument})?' for argument in others)
+            inside = f" {comma} ".join(required) + "".join(f" ({comma} {argument})?" for argument in others)
         else:
             inside = ""
             for argument in reversed(others):
-                inside = f'({argument} (", " {inside})?)' if inside else f"({argument})"
+                inside = f"({argument} ({comma} {inside})?)" if inside else f"({argument})"
             inside += "?" if inside else ""
-        return f'{_quoted(tool.name + "(")} {inside} ")"'
+        return f"{_quoted(before)} {inside} {_quoted(after)}"
+
+    def _marked_value(self, quote: str, schema: dict[str, Any]) -> str:
+        values = _texts(schema)
+        if values:
+            return f"{self._mark(quote)} ({' | '.join(map(_quoted, values))}) {self._mark(quote)}"
+        return f"{self._mark(quote)} {self._up_to(quote)}" if schema.get("type") == "string" else _json(schema)
+
+
+def _texts(schema: dict[str, Any]) -> list[str]:
+    """The values that a schema allows, where these are texts and counted."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return values if isinstance(values, list) and all(isinstance(value, str) for value in values) else []
 
 
 def _properties(parameters: dict[str, Any]) -> list[tuple[str, dict[str, Any], bool]]:

@@ -9,8 +9,8 @@ import json
 from collections.abc import Callable, Generator, Mapping
 from typing import Protocol, TypeVar
 
-from api.tools.formats import Body, JsonBody, LiteralBody, NamedBody, TaggedBody
-from api.tools.values import as_object, json_of_literal, json_of_text
+from api.tools.formats import Body, JsonBody, LiteralBody, MarkedBody, NamedBody, TaggedBody
+from api.tools.values import as_object, json_of_literal, json_of_marked, json_of_text
 
 T = TypeVar("T")
 Reading = Generator[None, str, T]
@@ -50,6 +50,8 @@ def read_call(body: Body, call: Call, first: str, closing: str) -> Reading[None]
             return _tagged_call(body, call, first, closing)
         case LiteralBody():
             return _literal_call(call, first)
+        case MarkedBody():
+            return _marked_call(body, call)
 
 
 def visible() -> Reading[str]:
@@ -299,23 +301,52 @@ def _literal_call(call: Call, first: str) -> Reading[None]:
 
 def _literal_value() -> Reading[tuple[str, str]]:
     """The text of a value of Python's syntax, and the comma or bracket that ends it."""
+    return _value_between(("'", '"'), ")")
+
+
+def _marked_call(body: MarkedBody, call: Call) -> Reading[None]:
+    yield from literal(body.before_name[1:])
+    name, character = yield from _name((yield))
+    if character != "{":
+        raise Mismatch
+    call.begin(name)
+    num_values = 0
+    character = yield from visible()
+    while character != "}":
+        if character == END:
+            raise Mismatch
+        key = character + (yield from _text_until(":"))
+        value, character = yield from _value_between((body.quote, '"'), "}")
+        name = json.dumps(key.strip(), ensure_ascii=False)
+        call.write(f"{', ' if num_values else '{'}{name}: {json_of_marked(value, body.quote)}")
+        num_values += 1
+        if character == ",":
+            character = yield from visible()
+    call.write("}" if num_values else "{}")
+
+
+def _value_between(quotes: tuple[str, ...], end: str) -> Reading[tuple[str, str]]:
+    """The text of a value, and the comma or `end` behind it. Strings in it, between any of `quotes`, may have both."""
     parts: list[str] = []
     closing: list[str] = []
     quote = ""
+    recent = ""  # characters since the last quote
     while True:
         character = yield
         if character == END:
             raise Mismatch
-        if not quote and not closing and character in (",", ")"):
+        if not quote and not closing and character in (",", end):
             return "".join(parts), character
         parts.append(character)
+        recent += character
         if quote:
-            if character == "\\":
+            if character == "\\" and len(quote) == 1:
                 parts.append((yield))
-            elif character == quote:
-                quote = ""
-        elif character in ("'", '"'):
-            quote = character
+                recent = ""
+            elif recent.endswith(quote):
+                quote = recent = ""
+        elif (found := next((each for each in quotes if recent.endswith(each)), "")) != "":
+            quote, recent = found, ""
         elif character in _BRACKETS:
             closing.append(_BRACKETS[character])
         elif closing and character == closing[-1]:

@@ -48,7 +48,15 @@ class LiteralBody:
     """A call of Python's syntax: `name(key="value", other=[1, True])`."""
 
 
-Body = JsonBody | NamedBody | TaggedBody | LiteralBody
+@dataclass(frozen=True)
+class MarkedBody:
+    """`call:name{key:<escape>value<escape>,other:1}`: strings between marks, keys without any, all else as JSON."""
+
+    before_name: str
+    quote: str
+
+
+Body = JsonBody | NamedBody | TaggedBody | LiteralBody | MarkedBody
 
 
 class Listing(enum.Enum):
@@ -84,6 +92,8 @@ class ToolFormat:
                 tags += (body.before_key, body.after_key, body.before_value, body.after_value, body.end)
             elif isinstance(body, NamedBody):
                 tags += (body.separator, "[CALL_ID]")
+            elif isinstance(body, MarkedBody):
+                tags += (body.quote,)
         return tuple(mark for mark in (self.opening, self.closing, self.prefix, *tags) if mark)
 
     def call_id(self, request_id: str, choice: int, index: int) -> str:
@@ -108,6 +118,17 @@ FORMATS = {
         ToolFormat("glm", _GLM, *_TAGS, one_a_group=True, signs=("<arg_key>",)),
         ToolFormat("minimax", _MINIMAX, "<minimax:tool_call>", "</minimax:tool_call>", signs=("minimax:tool_call",)),
         HERMES,
+        ToolFormat(
+            "gemma", MarkedBody("call:", '<|"|>'), "<|tool_call>", "<tool_call|>", one_a_group=True, signs=("<|tool_call>",)
+        ),
+        ToolFormat(
+            "functiongemma",
+            MarkedBody("call:", "<escape>"),
+            "<start_function_call>",
+            "<end_function_call>",
+            one_a_group=True,
+            signs=("<start_function_call>",),
+        ),
         ToolFormat("mistral", NamedBody("[ARGS]"), **_MISTRAL, other_bodies=(JsonBody(),), one_a_group=True, signs=("[ARGS]",)),
         ToolFormat("mistral_list", JsonBody(), **_MISTRAL, other_bodies=(NamedBody(""),), signs=("[TOOL_CALLS]",)),
         ToolFormat(

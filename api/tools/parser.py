@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from api.tools.bodies import END, Mismatch, Reading, either, literal, read_call, visible
-from api.tools.formats import Body, JsonBody, Listing, LiteralBody, NamedBody, TaggedBody, ToolFormat
+from api.tools.formats import Body, JsonBody, Listing, LiteralBody, MarkedBody, NamedBody, TaggedBody, ToolFormat
 
 MOST_HELD = 2048  # characters of what may become a call: a call whose name comes later is none
 
@@ -263,6 +263,8 @@ class ToolParser:
                     fits = first.isidentifier()
                 case TaggedBody():
                     fits = first == body.before_name[0] if body.before_name else first.isidentifier()
+                case MarkedBody():
+                    fits = first == body.before_name[0]
             if fits:
                 return body
         raise Mismatch

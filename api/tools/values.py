@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from typing import Any
 
 _WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -41,6 +42,19 @@ def json_of_literal(text: str) -> str:
         return stripped if _loaded(stripped) is not _NOTHING else json.dumps(stripped, ensure_ascii=False)
 
 
+def json_of_marked(text: str, quote: str) -> str:
+    """A value whose strings stand between `quote`, and whose keys stand without. What is no such value is a string."""
+    if _loaded(text) is not _NOTHING:
+        return text.strip()
+    parts = [
+        json.dumps(part, ensure_ascii=False) if place % 2 else _KEY.sub(r'\1"\2":', part)
+        for place, part in enumerate(text.split(quote))
+    ]
+    value = _loaded("".join(parts))
+    return json.dumps(text.strip() if value is _NOTHING else value, ensure_ascii=False)
+
+
+_KEY = re.compile(r"([{,]\s*)([^\W\d][\w.-]*)\s*:")
 _NOTHING = object()
 
 

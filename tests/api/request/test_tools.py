@@ -85,6 +85,8 @@ CALLS = {  # what a grammar lets through: a call of get_weather, and what joins 
             "</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n<arg_key>more</arg_key>\n"
             '<arg_value>{"a": true}</arg_value>\n</tool_call>', "\n", "<tool_call>stop\n</tool_call>"),
     "mistral": (f"[TOOL_CALLS]get_weather[ARGS]{JSON}", "", "[TOOL_CALLS]stop[ARGS]{}"),
+    "functiongemma": ("<start_function_call>call:get_weather{city:<escape>O\"slo\n<escape>,days:3,unit:<escape>C<escape>,"
+                      'more:{"a": true}}<end_function_call>', "\n", "<start_function_call>call:stop{}<end_function_call>"),
     "llama3_json": (f'{{"name": "get_weather", "parameters": {JSON}}}', "; ", '{"name": "stop", "parameters": {}}'),
 }  # fmt: skip
 
@@ -189,6 +191,8 @@ def test_every_format_can_be_set() -> None:
         ("{% if tools %}[TOOL_CALLS] [", "mistral_list"),
         ("{% if tools %}<|python_tag|>", "llama3_json"),
         ("{% if tools %}<|python_start|>", "pythonic"),
+        ("{% if tools %}<|tool_call>call:", "gemma"),
+        ("{% if tools %}<start_function_call>call:", "functiongemma"),
         ("{% if tools %}", None),
         ("<tool_call>", None),
     ],

@@ -122,6 +122,15 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ),
     ("minimax", MINIMAX, "", [OSLO]),
     ("minimax", "A" + MINIMAX.replace("</minimax", '<invoke name="stop"></invoke></minimax'), "A", [OSLO, ("stop", "{}")]),
+    ("gemma", '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>}<tool_call|>', "", [OSLO]),
+    (
+        "functiongemma",
+        'So<start_function_call>call:get_weather{city:<escape>a, {b} "c"<escape>,days:3,options:{a:[<escape>x<escape>,true]}}'
+        "<end_function_call><start_function_call>call:stop{}<end_function_call>",
+        "So",
+        [call(city='a, {b} "c"', days=3, options={"a": ["x", True]}), ("stop", "{}")],
+    ),
+    ("functiongemma", "<start_function_call>call:get_weather{days:x}", "", [call(days="x")]),
     ("pythonic", '[get_weather(city="Oslo")]', "", [OSLO]),
     (
         "pythonic",
