@@ -176,7 +176,6 @@ class TemplateFields(ApiModel):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     tools: Many[FunctionTool] | None = None
     tool_choice: str | NamedToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, Any] | None = None
 
@@ -186,6 +185,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     top_logprobs: Integer | None = 0
     max_completion_tokens: Integer | None = None
     return_prompt_text: bool | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(SamplingFields):

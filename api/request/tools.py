@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from api.errors import BadRequest
-from api.request.schemas import FunctionTool, NamedToolChoice, TemplateFields
+from api.request.schemas import ChatCompletionRequest, FunctionTool, NamedToolChoice, TemplateFields
 from api.request.structured_output import checked_grammar, output_grammar
 from api.request.tool_grammar import Choice, Offered, calls_or_answer, tool_grammar
 from api.text.tokenizer import TextTokenizer
@@ -62,9 +62,9 @@ def tools_of_template(request: TemplateFields) -> list[dict[str, Any]] | None:
     return [tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in request.tools]
 
 
-def tool_use(request: Any, detected: ToolFormat | None, tokenizer: TextTokenizer) -> ToolUse:
-    """`request`: a checked chat completion. `detected`: the format that the model writes; None: not known. Raises BadRequest."""
-    tools: list[FunctionTool] | None = request.tools
+def tool_use(request: ChatCompletionRequest, detected: ToolFormat | None, tokenizer: TextTokenizer) -> ToolUse:
+    """`request` is checked. `detected`: the format that the model writes; None: not known. Raises BadRequest."""
+    tools = request.tools
     if not tools or request.tool_choice == "none":
         return ToolUse(grammar=output_grammar(request))
     named = request.tool_choice.function.name if isinstance(request.tool_choice, NamedToolChoice) else ""

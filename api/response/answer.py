@@ -14,6 +14,8 @@ from api.response.chunk_format import LONG_TOKENS, AnswerFormat
 from api.response.generation import Generation
 from api.response.output_processor import ChoiceOutput, CollectedOutput
 
+TOKENS_OF_CALLS = 6  # tokens whose JSON takes as long as looking for tool calls in one
+
 
 class WholeAnswer:
     """A sink that puts the outputs of each choice together."""
@@ -62,4 +64,5 @@ def _is_long(generation: Generation) -> bool:
     usage, task = generation.usage, generation.task
     wanted = [task.sampling[0].logprobs or 0, task.sampling[0].prompt_logprobs or 0]
     num_logprobs = task.model.limits.vocab_size if -1 in wanted else max(wanted)
-    return (usage.completion_tokens + usage.prompt_tokens * task.n) * (1 + num_logprobs) > LONG_TOKENS
+    num_items = (usage.completion_tokens + usage.prompt_tokens * task.n) * (1 + num_logprobs)
+    return num_items + (usage.completion_tokens * TOKENS_OF_CALLS if task.answer.tool_format else 0) > LONG_TOKENS

@@ -13,6 +13,8 @@ from api.response.tool_calls import CallsOfChoice, ChatDelta, whole_message
 from api.tools.formats import FORMATS
 from engine.config import ApiConfig
 
+LONG_TEXT = 8192  # characters in which looking for tool calls takes some 10 milliseconds
+
 
 class ChatFormat(AnswerFormat):
     """Chunks and whole answers of chat completions."""
@@ -31,6 +33,9 @@ class ChatFormat(AnswerFormat):
 
     def chunks(self, output: ChoiceOutput) -> bytes:
         return self._chunks_with_calls(output) if self._calls else super().chunks(output)
+
+    def is_long(self, output: ChoiceOutput) -> bool:
+        return super().is_long(output) or (bool(self._calls) and len(output.text) > LONG_TEXT)
 
     def _chunks_with_calls(self, output: ChoiceOutput) -> bytes:
         """Those of content and calls, each with its id where the stream can be continued."""
