@@ -153,3 +153,12 @@ def test_the_library_stream_shows_no_prompt_again_that_ends_inside_a_character(t
     shown = "".join(run(StreamDetokenizer(tokenizer._tokenizer, token_ids[:cut]), token_ids[cut:]))
     assert shown.endswith(" now")
     assert "Launch" not in shown
+
+
+def test_special_tokens_that_are_kept_are_shown(tokenizer: TextTokenizer) -> None:
+    """Where the others are not: the marks of tool calls may be such."""
+    start, end = (tokenizer.added_ids[content] for content in ("<|im_start|>", "<|im_end|>"))
+    token_ids = [*tokenizer.encode("a b", False), start, end, *tokenizer.encode(" c", False)]
+    assert "".join(run(tokenizer.detokenizer([40], kept=("<|im_start|>", "none")), token_ids)) == "a b<|im_start|> c"
+    stream = StreamDetokenizer(tokenizer._tokenizer, [40], kept_ids=frozenset({start}))
+    assert "".join(run(stream, token_ids)) == "a b<|im_start|> c"
