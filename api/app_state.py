@@ -62,6 +62,7 @@ class Service:
             config.enable_prompt_tokens_details,
             config.return_tokens_as_token_ids,
             config.tool_call_parser,
+            config.reasoning_parser,
         )
         self.admission = Admission(config)
         self.output_budget = OutputBudget(config.max_pending_bytes)

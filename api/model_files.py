@@ -9,6 +9,7 @@ from typing import Any
 from api.errors import BadRequest, UnusableModel, sanitize_message
 from api.request.sampling_params import ModelLimits, usable_defaults
 from api.text.chat_template import ChatTemplate
+from api.text.reasoning import reasoning_format_of_template
 from api.text.tokenizer import TextTokenizer
 from api.tools.formats import ToolFormat, format_of_template
 from engine.protocol import TokenizerBundle
@@ -26,6 +27,7 @@ class ModelFiles:
     template: ChatTemplate | None
     template_fault: str
     tool_format: ToolFormat | None  # that the template tells the model to write; None: it tells none
+    reasoning_format: str  # that it contains; "": none
     generation_config: dict[str, Any]
     template_variables: dict[str, Any]
     content_hash: str
@@ -67,7 +69,16 @@ def make_model_files(model: str, content_hash: str, bundle: TokenizerBundle, tem
     defaults = usable_defaults(model, bundle.generation_config)
     tokenizer = _make_tokenizer(model, bundle)
     return ModelFiles(
-        tokenizer, template, fault, format_of_template(source), defaults, variables, content_hash, bundle, template_source
+        tokenizer,
+        template,
+        fault,
+        format_of_template(source),
+        reasoning_format_of_template(source),
+        defaults,
+        variables,
+        content_hash,
+        bundle,
+        template_source,
     )
 
 

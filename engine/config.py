@@ -98,6 +98,12 @@ class ApiConfig:
             "llama3_json",
         ),
     )
+    reasoning_parser: str = option(
+        "auto",
+        "marks between which the model writes reasoning before its answer; auto: what its chat template contains; "
+        "none: reasoning stays in the content",
+        choices=("auto", "none", "think", "mistral"),
+    )
     max_num_queued_reqs: int | None = option(
         None, "most choices that wait or run for a model; a request beyond them is a 503 with Retry-After, or a 429"
     )

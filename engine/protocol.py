@@ -73,6 +73,9 @@ class AnswerOptions(msgspec.Struct, array_like=True, frozen=True):
     tool_format: str = ""  # in which a chat's answer has tool calls; "": none are looked for
     tools: dict[str, dict[str, str]] = {}  # that the request offers, each with the types of its parameters; "": not one type
     one_call: bool = False  # the answer shows the first tool call alone
+    reasoning_format: str = ""  # in which a chat's answer has reasoning; "": none is looked for
+    reasoning_open: bool = False  # the answer begins with reasoning, whose opening the prompt has
+    reasoning_hidden: bool = False  # the answer does not show it
 
 
 class RequestFacts(msgspec.Struct, array_like=True, frozen=True):

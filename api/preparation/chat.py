@@ -10,6 +10,7 @@ from api.preparation.answer_options import answer_options
 from api.preparation.rules import RequestRules
 from api.preparation.task import Task
 from api.request.prompts import Prompt, Truncation, check_truncation, render_chat, tokenize_text
+from api.request.reasoning import grammar_behind, thought_of
 from api.request.sampling_params import (
     OutputBudget,
     check_budget,
@@ -38,11 +39,14 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, rules: Request
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     check_logprobs("top_logprobs", logprobs, model.limits)
     tools = tool_use(body, _tool_format(model, rules), model.tokenizer)
-    prompt = _make_prompt(body, model, rules)
+    text = chat_text(body, model, rules)
+    thought = thought_of(model.files.reasoning_format if rules.reasoning_parser == AUTO else rules.reasoning_parser, text)
+    grammar = grammar_behind(thought, tools.grammar, model.tokenizer.added_ids)
+    prompt = _make_prompt(text, body, model)
     config = model.files.generation_config
     max_tokens = budget.resolve(len(prompt.token_ids), model.limits, default_max_tokens(config))
     sampling = make_sampling_params(
-        body, model.tokenizer, model.limits, rules.limits, config, max_tokens, logprobs, body.prompt_logprobs, tools.grammar
+        body, model.tokenizer, model.limits, rules.limits, config, max_tokens, logprobs, body.prompt_logprobs, grammar
     )
     rules.limits.check_logprobs(sampling, len(prompt.token_ids), max_tokens * sampling.n, model.limits.vocab_size)
     if body.echo:
@@ -60,6 +64,9 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, rules: Request
             tool_format=tools.format.name if tools.format is not None else "",
             tools=tools.types,
             one_call=tools.one_call,
+            reasoning_format=thought.format,
+            reasoning_open=thought.is_open,
+            reasoning_hidden=not body.include_reasoning,
         ),
         stream=bool(body.stream),
         priority=body.priority,
@@ -94,8 +101,7 @@ def _template_for(source: str | None, model: ServedModel, rules: RequestRules) -
     return model.files.template
 
 
-def _make_prompt(body: ChatCompletionRequest, model: ServedModel, rules: RequestRules) -> Prompt:
-    text = chat_text(body, model, rules)
+def _make_prompt(text: str, body: ChatCompletionRequest, model: ServedModel) -> Prompt:
     truncation = Truncation(body.truncate_prompt_tokens, body.truncation_side or "left")
     prompt = tokenize_text(text, model.tokenizer, model.limits, body.add_special_tokens, truncation)
     return prompt if body.return_prompt_text else Prompt(prompt.token_ids)

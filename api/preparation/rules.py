@@ -21,3 +21,4 @@ class RequestRules:
     prompt_tokens_details: bool = False
     tokens_as_token_ids: bool = False  # in logprobs, where the request does not say it
     tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO

@@ -186,6 +186,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     max_completion_tokens: Integer | None = None
     return_prompt_text: bool | None = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool = True
 
 
 class CompletionRequest(SamplingFields):

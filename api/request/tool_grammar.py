@@ -47,8 +47,8 @@ def tool_grammar(format: ToolFormat, tools: Iterable[Offered], choice: Choice, o
 def calls_or_answer(calls: str, answer: str) -> str:
     """A grammar for outputs of either of two grammars."""
     parts = [json.loads(each)["grammars"][0] if each.startswith("{") else {"lark_grammar": each} for each in (calls, answer)]
-    named = [{**part, "name": name} for name, part in zip(("calls", "answer"), parts, strict=True)]
-    return json.dumps({"grammars": [{"lark_grammar": "start: @calls | @answer"}, *named]})
+    named = [{**part, "name": name} for name, part in zip(("calls", "content"), parts, strict=True)]
+    return json.dumps({"grammars": [{"lark_grammar": "start: @calls | @content"}, *named]})
 
 
 class _Grammar:

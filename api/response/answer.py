@@ -12,9 +12,10 @@ from api.http.json_route import CLIENT_CLOSED_REQUEST
 from api.http.response_writer import ResponseWriter
 from api.response.chunk_format import LONG_TOKENS, AnswerFormat
 from api.response.generation import Generation
+from api.response.message_parts import has_parts
 from api.response.output_processor import ChoiceOutput, CollectedOutput
 
-TOKENS_OF_CALLS = 6  # tokens whose JSON takes as long as looking for tool calls in one
+TOKENS_OF_PARTS = 6  # tokens whose JSON takes as long as looking for the parts of a message in one
 
 
 class WholeAnswer:
@@ -65,4 +66,4 @@ def _is_long(generation: Generation) -> bool:
     wanted = [task.sampling[0].logprobs or 0, task.sampling[0].prompt_logprobs or 0]
     num_logprobs = task.model.limits.vocab_size if -1 in wanted else max(wanted)
     num_items = (usage.completion_tokens + usage.prompt_tokens * task.n) * (1 + num_logprobs)
-    return num_items + (usage.completion_tokens * TOKENS_OF_CALLS if task.answer.tool_format else 0) > LONG_TOKENS
+    return num_items + (usage.completion_tokens * TOKENS_OF_PARTS if has_parts(task.answer) else 0) > LONG_TOKENS

@@ -7,13 +7,12 @@ from typing import Any, ClassVar
 
 from api.response.chunk_format import AnswerFormat, encode_json
 from api.response.generation import Generation
+from api.response.message_parts import ChatDelta, MessageReader, has_parts, whole_message
 from api.response.output_processor import ChoiceOutput
 from api.response.stream_position import StreamPosition
-from api.response.tool_calls import CallsOfChoice, ChatDelta, whole_message
-from api.tools.formats import FORMATS
 from engine.config import ApiConfig
 
-LONG_TEXT = 8192  # characters in which looking for tool calls takes some 10 milliseconds
+LONG_TEXT = 8192  # characters in which looking for the parts of a message takes some 10 milliseconds
 
 
 class ChatFormat(AnswerFormat):
@@ -26,21 +25,21 @@ class ChatFormat(AnswerFormat):
     def __init__(self, generation: Generation, config: ApiConfig, position: StreamPosition | None = None) -> None:
         super().__init__(generation, config, position)
         answer = self._answer
-        self._calls = [
-            CallsOfChoice(answer, generation.internal_ids[0], index)
-            for index in range(self._task.num_choices if answer.tool_format in FORMATS else 0)
+        self._readers = [
+            MessageReader(answer, generation.internal_ids[0], index)
+            for index in range(self._task.num_choices if has_parts(answer) else 0)
         ]
 
     def chunks(self, output: ChoiceOutput) -> bytes:
-        return self._chunks_with_calls(output) if self._calls else super().chunks(output)
+        return self._chunks_of_parts(output) if self._readers else super().chunks(output)
 
     def is_long(self, output: ChoiceOutput) -> bool:
-        return super().is_long(output) or (bool(self._calls) and len(output.text) > LONG_TEXT)
+        return super().is_long(output) or (bool(self._readers) and len(output.text) > LONG_TEXT)
 
-    def _chunks_with_calls(self, output: ChoiceOutput) -> bytes:
-        """Those of content and calls, each with its id where the stream can be continued."""
-        position, calls = self._position, self._calls[output.index]
-        deltas = list(calls.read(output, 0 if position is None else position.num_characters(output.index)))
+    def _chunks_of_parts(self, output: ChoiceOutput) -> bytes:
+        """Those of the message's parts, each with its id where the stream can be continued."""
+        position, reader = self._position, self._readers[output.index]
+        deltas = reader.read(output, 0 if position is None else position.num_characters(output.index))
         if position is not None:
             output = position.untold(output)
         chunks = b""
@@ -74,7 +73,7 @@ class ChatFormat(AnswerFormat):
         return self._chunk(output.index, encode_json(item))
 
     def _finish_reason(self, output: ChoiceOutput) -> str:
-        return self._calls[output.index].finish_reason(output.finish_reason) if self._calls else super()._finish_reason(output)
+        return self._readers[output.index].finish_reason(output.finish_reason) if self._readers else super()._finish_reason(output)
 
     def _opening(self) -> Iterator[bytes]:
         prompt = self._task.prompts[0]
@@ -108,18 +107,17 @@ class ChatFormat(AnswerFormat):
     def _whole_choice(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
         assert choice.finish_reason is not None
         answer = self._answer
-        content: dict[str, Any] = {"content": answer.prefix + choice.text}
-        if self._calls:
-            content = whole_message(self._calls[index], choice, answer.prefix)
+        parts: dict[str, Any] = {"content": answer.prefix + choice.text, "reasoning": None}
+        if self._readers:
+            parts = whole_message(self._readers[index], choice, answer.prefix)
         message = {
             "role": answer.role,
-            "content": content.pop("content"),
+            "content": parts.pop("content"),
             "refusal": None,
             "annotations": None,
             "audio": None,
             "function_call": None,
-            "reasoning": None,
-            **content,
+            **parts,
         }
         return {
             "index": index,

@@ -15,9 +15,9 @@ from typing import Protocol
 from api.errors import ApiError, BadRequest, Conflict, DeadlineExceeded, GenerationError, as_api_error, sanitize_message
 from api.preparation.task import Task
 from api.response.logprobs import PromptLogprobsCollector
+from api.response.message_parts import marks
 from api.response.output_processor import Choice, ChoiceOutput
 from api.response.usage import Usage
-from api.tools.formats import FORMATS
 from engine.client.request_stream import RequestStream
 from engine.protocol import INVALID_REQUEST, LATE, TIMED_OUT, FinishedOutput, FinishReason, OutputLogprobs, OutputPromptLogprobs
 
@@ -211,7 +211,7 @@ class PromptRun:
                 self.prompt.token_ids,
                 answer.skip_special_tokens,
                 keep_prompt_tail=answer.echo,
-                kept=FORMATS[answer.tool_format].marks if answer.tool_format in FORMATS else (),
+                kept=marks(answer),
             ),
             answer.stop,
             answer.include_stop,
