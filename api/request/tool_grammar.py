@@ -78,12 +78,12 @@ class _Grammar:
         """A text that may be a token of its own."""
         return f"<[{self._token_ids[text]}]>" if text in self._token_ids else _quoted(text)
 
-    def _up_to(self, mark: str) -> str:
-        """Any text, then `mark`."""
+    def _up_to(self, mark: str, text: str = "TEXT") -> str:
+        """Any text, or one of the expression `text`, then `mark`."""
         if mark in self._token_ids:
-            return f"TEXT {self._mark(mark)}"
+            return f"{text} {self._mark(mark)}"
         name = f"up_to_{len(self._rules)}"
-        self._rules.append(f"{name}[lazy]: TEXT {_quoted(mark)}")
+        self._rules.append(f"{name}[lazy]: {text} {_quoted(mark)}")
         return name
 
     def _calls(self, one_call: bool) -> str:
@@ -146,7 +146,7 @@ class _Grammar:
         if values:
             return f"({' | '.join(map(_quoted, values))}) {line} {self._mark(after)}"
         if schema.get("type") == "string":
-            return self._up_to(after)
+            return self._up_to(after, _text(schema, num_more=1 if line else 0))
         return f"{_json(schema)} {line} {self._mark(after)}"
 
     def _arguments(
@@ -172,7 +172,13 @@ class _Grammar:
         values = _texts(schema)
         if values:
             return f"{self._mark(quote)} ({' | '.join(map(_quoted, values))}) {self._mark(quote)}"
-        return f"{self._mark(quote)} {self._up_to(quote)}" if schema.get("type") == "string" else _json(schema)
+        return f"{self._mark(quote)} {self._up_to(quote, _text(schema))}" if schema.get("type") == "string" else _json(schema)
+
+
+def _text(schema: dict[str, Any], num_more: int = 0) -> str:
+    """An expression of a string that stands without quotes, by the lengths of its schema. `num_more`: characters beyond them."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    return f"/(.|\\n){{{least},{'' if most is None else most + num_more}}}/"
 
 
 def _texts(schema: dict[str, Any]) -> list[str]:

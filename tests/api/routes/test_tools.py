@@ -23,7 +23,8 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
-TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time", "parameters": NOTHING}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 BODY: dict[str, Any] = {
     "messages": MESSAGES,
@@ -38,7 +39,8 @@ FORMATS = ("hermes", "qwen3_coder", "mistral", "llama3_json")
 
 @pytest.fixture(scope="module")
 def server(smollm2_gguf: Path) -> Iterator[LiveServer]:
-    with LiveServer(smollm2_gguf, ("--max-model-len", "1024", "--num-gpu-blocks-override", "400")) as server:
+    engine = ("--max-model-len", "1024", "--num-gpu-blocks-override", "200", "--max-num-seqs", "24")
+    with LiveServer(smollm2_gguf, engine) as server:
         yield server
 
 
@@ -153,7 +155,7 @@ def test_strict_tools_leave_text_free(url: str) -> None:
 async def test_a_stream_goes_on_in_the_middle_of_a_call_at_another_server(server: LiveServer, url: str) -> None:
     """Behind each of its events: the second server, whose own format is another, tells the rest and nothing twice."""
     async with httpx.AsyncClient(base_url=url, timeout=60) as here, httpx.AsyncClient(base_url=server.url, timeout=60) as there:
-        request_id, events = await streamed(here, PATH, {**BODY, "tool_choice": "required", "parallel_tool_calls": False})
+        request_id, events = await streamed(here, PATH, BODY)
         expected = Told(_data(events))
         assert len(events) > 8
         for count in range(len(events)):
