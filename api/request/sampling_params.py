@@ -73,9 +73,10 @@ def make_sampling_params(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
-    grammar: str,
+    grammar: str = "",
 ) -> SamplingParams:
-    """All of `request` that the engine needs, checked. `max_tokens` is resolved; logprobs come in the endpoint's own fields."""
+    """All of `request` that the engine needs, checked. `max_tokens` is resolved; logprobs come in the endpoint's own fields;
+    `grammar` is that of the output."""
     values = _Values(request, generation_config)
     _check_numbers(values, request.min_tokens, max_tokens)
     for field, count in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):

@@ -34,7 +34,7 @@ BODY: dict[str, Any] = {
     "temperature": 1,
     "seed": 3,
 }
-FORMATS = ("hermes", "qwen3_coder", "mistral", "llama3_json")
+FORMATS = ("qwen3_coder", "llama3_json")
 
 
 @pytest.fixture(scope="module")
