@@ -143,7 +143,8 @@ class ApiConfig:
     request_timeout: float = option(
         30.0, "seconds in which a client must begin its first request, send a header, and send each MiB of a body"
     )
-    keep_alive_timeout: int = option(5, "seconds after which a connection without a further request is closed")
+    # longer than httpx, and so the openai package, keeps one (5 s): it would send into a connection that is being closed
+    keep_alive_timeout: int = option(7, "seconds after which a connection without a further request is closed")
     slow_client_timeout: float = option(
         60.0,
         "seconds after which a client is hung up on, and its request aborted, that takes nothing of the output that waits for it; "

@@ -56,17 +56,19 @@ async def test_the_backlog_is_seen_and_prompts_count_alike(slow_server: LiveServ
 
         before, used_before = await scrape(), used_tokens(slow_server)
         asked = [asyncio.create_task(complete(1500)) for _ in range(NUM_REQUESTS)]
-        states = await wait_for_async(settled, "all requests in their places")
-        assert states is not None
-        num_running = len(states["running"])
 
-        async def engine_told() -> Counter[str] | None:
+        async def told_alike() -> tuple[dict[str, list[str]], Counter[str]] | None:
+            """Where the requests are and what the engine said last, once these agree: the seat that is kept becomes free."""
+            states = await settled()
             seen = await scrape()
             places = (seen["num_requests_running"], seen["num_requests_waiting"])
-            return seen if places == (num_running, NUM_REQUESTS - num_running) else None
+            num_running = len(states["running"]) if states is not None else -1
+            return (states, seen) if states is not None and places == (num_running, NUM_REQUESTS - num_running) else None
 
-        seen = await wait_for_async(engine_told, "the engine's next word")
-        assert seen is not None
+        alike = await wait_for_async(told_alike, "all requests in their places, and the engine's next word")
+        assert alike is not None
+        states, seen = alike
+        num_running = len(states["running"])
         assert seen["num_requests_waiting_by_reason"] == NUM_REQUESTS - num_running
         assert seen["num_prompt_tokens_queued"] == len(PROMPT) * len(states["queued"])
 
