@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import structs
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from api.text.tokenizer import TextTokenizer
+from api.text.tokenizer import GUARD, TextTokenizer
 from engine.protocol import TokenizerBundle
 
 BUNDLE = TokenizerBundle("", None, None, None, [], {})
@@ -38,6 +38,8 @@ SENTENCEPIECE, SWALLOWING = sentencepiece(), sentencepiece(lstrip=True)
 
 
 @given(st.lists(WORDS | st.text(max_size=4)))
+@example([GUARD])
+@example(["<", GUARD, "|end|>"])
 @pytest.mark.parametrize("kind", ["smollm2", "sentencepiece", "swallowing"])
 def test_the_least_number_of_tokens_never_exceeds_the_real_one(tokenizer: TextTokenizer, kind: str, words: list[str]) -> None:
     text = "".join(words)
