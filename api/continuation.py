@@ -20,8 +20,9 @@ from api.http.response_writer import response_writer
 from api.preparation.task import Task
 from api.request.prompts import Prompt
 from api.response.answer import WholeAnswer, whole_body, whole_response
+from api.response.answer_format import AnswerFormat
 from api.response.chat_format import ChatFormat
-from api.response.chunk_format import AnswerFormat
+from api.response.chunk_format import ChunkFormat
 from api.response.completion_format import CompletionFormat
 from api.response.generation import Generation
 from api.response.output_processor import ChoiceOutput
@@ -33,7 +34,7 @@ from engine.client.request_stream import RequestStream
 from engine.protocol import PROTOCOL_VERSION, EngineCoreRequest, FinishReason, RequestOutline
 
 LAST_EVENT_ID = b"last-event-id"
-FORMATS: dict[str, type[AnswerFormat]] = {"/v1/chat/completions": ChatFormat, "/v1/completions": CompletionFormat}
+FORMATS: dict[str, type[ChunkFormat]] = {"/v1/chat/completions": ChatFormat, "/v1/completions": CompletionFormat}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from api.preparation.rules import RequestRules
 from api.preparation.task import Task
 from api.request.schemas import SamplingFields
 from api.response.answer import WholeAnswer, whole_response
-from api.response.chunk_format import AnswerFormat
+from api.response.answer_format import AnswerFormat
 from api.response.generation import Generation
 from api.response.sse import EventSink, EventStream
 from api.response.stream_position import StreamPosition

@@ -10,7 +10,8 @@ from starlette.responses import Response
 from api.errors import ApiError
 from api.http.json_route import CLIENT_CLOSED_REQUEST
 from api.http.response_writer import ResponseWriter
-from api.response.chunk_format import LONG_TOKENS, AnswerFormat
+from api.response.answer_format import AnswerFormat
+from api.response.chunk_format import LONG_TOKENS
 from api.response.generation import Generation
 from api.response.message_parts import has_parts
 from api.response.output_processor import ChoiceOutput, CollectedOutput

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from api.response.chunk_format import AnswerFormat, encode_json
+from api.response.chunk_format import ChunkFormat, encode_json
 from api.response.generation import Generation
 from api.response.message_parts import ChatDelta, MessageReader, has_parts, whole_message
 from api.response.output_processor import ChoiceOutput
@@ -15,7 +15,7 @@ from engine.config import ApiConfig
 LONG_TEXT = 8192  # characters in which looking for the parts of a message takes some 10 milliseconds
 
 
-class ChatFormat(AnswerFormat):
+class ChatFormat(ChunkFormat):
     """Chunks and whole answers of chat completions."""
 
     id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"

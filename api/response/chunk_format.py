@@ -1,14 +1,16 @@
-"""The look of an answer: what the endpoints' formats have in common, the chunks' frame, usage and logprobs' spelling."""
+"""OpenAI's chunks and whole answers: what chat and text completions share, the chunks' frame, usage, logprobs' spelling."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Raw
 
+from api.errors import ApiError, body_of
+from api.response.answer_format import AnswerFormat
 from api.response.generation import Generation
 from api.response.logprobs import Json, LogprobsFormatter
 from api.response.output_processor import ChoiceOutput
@@ -19,6 +21,8 @@ from api.version import system_fingerprint
 from engine.config import ApiConfig
 
 LONG_TOKENS = 8192  # whose JSON is made in some milliseconds; an alternative in logprobs counts as a token
+
+DONE = b"data: [DONE]\n\n"
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -41,8 +45,8 @@ class ChunkFrame:
         return b"%b%b]%b}\n\n" % (self._head, choices, tail)
 
 
-class AnswerFormat(ABC):
-    """The look of one endpoint's answers, streamed and whole."""
+class ChunkFormat(AnswerFormat):
+    """One endpoint's answers: streams of chunks that end with `[DONE]`, and whole ones."""
 
     id_prefix: str  # of the answer's id, before the client's
     whole_object: str  # the member `object` of whole answers
@@ -68,7 +72,6 @@ class AnswerFormat(ABC):
     # Streamed
 
     def opening(self) -> bytes:
-        """Chunks before the first output."""
         position = self._position
         if position is None:
             return b"".join(self._opening())
@@ -80,11 +83,10 @@ class AnswerFormat(ABC):
 
     @abstractmethod
     def _opening(self) -> Iterable[bytes]:
-        """These chunks, one by one."""
+        """The chunks before the first output, one by one."""
 
     def chunks(self, output: ChoiceOutput) -> bytes:
-        """Chunks of one output: what it shows in one, the end in one of its own, which strict clients need. Empty where it shows
-        nothing."""
+        """What an output shows is in one chunk, the end in one of its own, which strict clients need."""
         if self._position is not None:
             return self._identified_chunks(output, self._position)
         shown = self._shown(output)
@@ -108,7 +110,6 @@ class AnswerFormat(ABC):
         return self._chunk(output.index, encode_json(self._last_item(output)), **more)
 
     def is_long(self, output: ChoiceOutput) -> bool:
-        """Whether to make its chunks would keep the event loop for more than some milliseconds."""
         return not self._text_only and self._num_logprobs(output) > LONG_TOKENS
 
     def _num_logprobs(self, output: ChoiceOutput) -> int:
@@ -128,7 +129,13 @@ class AnswerFormat(ABC):
         return str(output.finish_reason)
 
     def closing(self) -> bytes:
-        """The chunk behind the last output, if there is one."""
+        return self._usage_chunk() + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return b"data: " + body_of(error) + b"\n\n" + DONE
+
+    def _usage_chunk(self) -> bytes:
+        """Where the client wants one and does not have it."""
         position = self._position
         if not self._answer.usage_at_end or (position is not None and position.closed):
             return b""
@@ -167,7 +174,7 @@ class AnswerFormat(ABC):
     # Whole
 
     def whole(self, choices: list[ChoiceOutput]) -> bytes:
-        """The answer in one piece, JSON. Choices are encoded one by one, so that the objects of one exist at a time."""
+        """Choices are encoded one by one, so that the objects of one exist at a time."""
         return encode_json(
             {
                 "id": self._id,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-from api.response.chunk_format import AnswerFormat, encode_json
+from api.response.chunk_format import ChunkFormat, encode_json
 from api.response.generation import Generation
 from api.response.output_processor import ChoiceOutput, TokenLogprobs
 from api.response.stream_position import StreamPosition
 from engine.config import ApiConfig
 
 
-class CompletionFormat(AnswerFormat):
+class CompletionFormat(ChunkFormat):
     """Chunks and whole answers of text completions."""
 
     id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"

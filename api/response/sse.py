@@ -1,4 +1,4 @@
-"""Server-sent events: chunks written from a prepared frame, keep-alive comments, and an end that always is `[DONE]`.
+"""Server-sent events on their way to a client: written at once or merged, with keep-alive comments between them.
 
 The format is the WHATWG's (https://html.spec.whatwg.org/multipage/server-sent-events.html): one `data:` line an event, a blank line
 behind.
@@ -15,16 +15,15 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api.errors import ApiError, GenerationError, as_api_error, body_of
+from api.errors import ApiError, GenerationError, as_api_error
 from api.http.response_writer import ResponseWriter, response_writer
-from api.response.chunk_format import AnswerFormat
+from api.response.answer_format import AnswerFormat
 from api.response.generation import Generation
 from api.response.output_processor import ChoiceOutput
 from api.response.pending_output import OutputBudget, PendingOutput
 
 logger = logging.getLogger("headrace.api")
 
-DONE = b"data: [DONE]\n\n"
 _LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\u0085\u2028\u2029"]
 Estimate = Callable[[int], float | None]  # from requests that wait before one to seconds, where those can be told
 COMMENT = ServerSentEvent(comment="keep-alive", sep="\n").encode()
@@ -61,7 +60,7 @@ class EventSink:
 
     def end(self, error: ApiError | None = None) -> None:
         if self._last is None:
-            self._last = (self._format.closing() if error is None else _event(error)) + DONE
+            self._last = self._format.closing() if error is None else self._format.failure(error)
             self._flush()
 
     # What the response calls
@@ -113,7 +112,7 @@ class EventSink:
 
     def _end_with(self, error: ApiError) -> None:
         self._pending.clear()
-        self._last = _event(error) + DONE
+        self._last = self._format.failure(error)
 
     def _write(self, writer: ResponseWriter, output: ChoiceOutput) -> None:
         opening = b"" if self._begun else self._format.opening()  # not before: an early failure is to be the first event
@@ -207,7 +206,3 @@ class EventStream(Response):
         num_before = self._generation.num_before
         self._sink.keep_alive(COMMENT if num_before is None else queue_comment(num_before, self._estimate(num_before)))
         self._comment_later()
-
-
-def _event(error: ApiError) -> bytes:
-    return b"data: " + body_of(error) + b"\n\n"

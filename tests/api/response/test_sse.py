@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from api.errors import GenerationError, body_of
+from api.errors import ApiError, GenerationError, body_of
 from api.http.response_writer import ResponseWriter
-from api.response.chunk_format import AnswerFormat
+from api.response.answer_format import AnswerFormat
 from api.response.output_processor import ChoiceOutput
 from api.response.pending_output import OutputBudget
-from api.response.sse import COMMENT, DONE, EventSink, one_line
+from api.response.sse import COMMENT, EventSink, one_line
 from engine.protocol import FinishReason
 from tests.api.live_server import LiveServer, sse_events
+
+DONE = b"<done>"
 
 
 class Writer(ResponseWriter):
@@ -44,33 +46,30 @@ class Format(AnswerFormat):
     """Events that show an output as it is."""
 
     def __init__(self) -> None:
-        self.failure: Exception | None = None
+        self.fault: Exception | None = None
         self.on_chunks: Callable[[ChoiceOutput], None] = lambda output: None
 
     def opening(self) -> bytes:
         return b"<open>"
 
-    def _opening(self) -> Iterable[bytes]:
-        raise NotImplementedError
-
     def chunks(self, output: ChoiceOutput) -> bytes:
         self.on_chunks(output)
-        if self.failure is not None:
-            raise self.failure
+        if self.fault is not None:
+            raise self.fault
         if not output.text and output.finish_reason is None:
             return b""
         return f"{output.index}:{output.text}{'.' if output.finish_reason is not None else ''};".encode()
 
     def closing(self) -> bytes:
-        return b"<close>"
+        return b"<close>" + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return b"data: " + body_of(error) + b"\n\n" + DONE
 
     def is_long(self, output: ChoiceOutput) -> bool:
         return output.text == "long"
 
-    def _piece(self, output: ChoiceOutput) -> bytes:
-        raise NotImplementedError
-
-    def _whole_choice(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
+    def whole(self, choices: list[ChoiceOutput]) -> bytes:
         raise NotImplementedError
 
 
@@ -146,7 +145,7 @@ async def test_a_long_output_is_made_on_a_thread_and_the_order_stays() -> None:
 
 async def test_a_long_output_that_fails_ends_the_stream_with_an_error() -> None:
     format = Format()
-    format.failure = ValueError("secret")
+    format.fault = ValueError("secret")
     sink, writer = EventSink(format, OutputBudget(1 << 20)), Writer()
     last = await opened(sink, writer)
     sink.put(say(0, "long"))
@@ -190,7 +189,7 @@ async def test_a_failure_of_merged_outputs_ends_the_stream_with_an_error(caplog:
     sink, writer = EventSink(format, OutputBudget(1 << 20)), Writer(room=0)
     last = await opened(sink, writer)
     sink.put(say(0, "a"))
-    format.failure = RuntimeError("secret")
+    format.fault = RuntimeError("secret")
     writer.resume()
     await last
     sink.put(say(0, "b"))
