@@ -15,6 +15,7 @@ from engine.protocol import LATE_IN_QUEUE, READ_VERSIONS, Abort, FinishReason, R
 
 TOMBSTONE_TTL = 600.0  # seconds that an abort waits for a request that it overtook
 SHARE_TTL = 1.0  # seconds that an engine's share of what waits is kept for it after it last asked
+SUSPECT_DEATHS = 2  # of engines in a row, after which a request runs beside no other such
 UNBOUNDED = 2**53
 
 
@@ -92,6 +93,7 @@ def take(
             LATE_IN_QUEUE,
             version,
             keys.wake_channel(model),
+            SUSPECT_DEATHS,
         ),
     )
 

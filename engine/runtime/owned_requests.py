@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.bus.transitions import SUSPECT_DEATHS
 from engine.protocol import EngineCoreOutputs, EngineCoreRequest, decode_column
 
-SUSPECT = 2  # deaths of engines in a row, after which a request runs beside no other such
 GOES_WELL_TOKENS = 64  # output tokens after which a request is no reason of the deaths before
 
 
@@ -26,7 +26,7 @@ class OwnedRequest:
 
     @property
     def is_suspect(self) -> bool:
-        return self.attempts >= SUSPECT
+        return self.attempts >= SUSPECT_DEATHS
 
     @property
     def goes_well(self) -> bool:

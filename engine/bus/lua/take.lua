@@ -4,7 +4,7 @@
 -- ARGV slot, incarnation, fingerprint, count: most choices to take, call number, prefix of consumers, places: how many more choices the
 --      caller could run, share's time to live in ms, may it have a suspect (0, 1), room: tokens that its KV cache has blocks for,
 --      error's number among the reasons, prefix of client channels, error of a request that is late, newest protocol version that the
---      caller reads, prefix of wake channels
+--      caller reads, prefix of wake channels, deaths in a row that make a suspect
 -- Answer: a list of entry, payload, when it was enqueued and taken (epoch seconds), API server and handle that it is attached to,
 -- priority; and of an orphan its attachments, the journals with its output, the commands that no engine has obeyed, its deaths in a row,
 -- its cached tokens, and when it was first scheduled and had its first token.
@@ -12,8 +12,8 @@
 -- A request whose deadline passed while it waited ends here. One of a newer version is left to engines that read it, and only they
 -- count as sharers of it.
 --
--- Orphans of the caller's fingerprint come before all others, whatever the share: their clients wait in mid-stream. One that two
--- engines died of in a row is a suspect, and runs beside no other suspect.
+-- Orphans of the caller's fingerprint come before all others, whatever the share: their clients wait in mid-stream. One that so
+-- many engines died of in a row is a suspect, and runs beside no other suspect.
 --
 -- No more than the caller's fair share, counted in choices: engines are filled like vessels, the one with the fewest choices in flight
 -- first, each up to its places. A sharer is a living engine that asked within the time to live of a share; an engine that sleeps, hangs
@@ -35,9 +35,9 @@
 
 local OWNER, PROGRESS, SHARES, ASKED, ANY_SLOT = unpack(KEYS, OWN_KEYS + 1, OWN_KEYS + 5)
 local slot, incarnation, fingerprint, count, number, any_consumer, places, share_ttl, may_suspect, room, error_reason, client_channel,
-  late_error, version, wake_channel = unpack(ARGV)
+  late_error, version, wake_channel, suspect = unpack(ARGV)
 local consumer = any_consumer .. slot
-local SUSPECT = 2 -- deaths in a row
+local SUSPECT_DEATHS = tonumber(suspect)
 local SUSPECTS_PASSED = 256 -- that wait for their turn before other orphans
 
 local refused = not_owner(OWNER, incarnation)
@@ -140,8 +140,8 @@ local function take_orphans()
   for _, member in ipairs(redis.call('ZRANGE', queue, 0, budget - 1 + SUSPECTS_PASSED)) do
     if budget <= 0 or not may_stand_in_line() then return end
     local orphan = look(queue, member)
-    if orphan and reads(me, orphan) and (orphan.attempts < SUSPECT or may_suspect == '1') then
-      if orphan.attempts >= SUSPECT then may_suspect = '0' end
+    if orphan and reads(me, orphan) and (orphan.attempts < SUSPECT_DEATHS or may_suspect == '1') then
+      if orphan.attempts >= SUSPECT_DEATHS then may_suspect = '0' end
       take(orphan)
     end
   end
