@@ -24,11 +24,12 @@ from api.request.validation import check_chat
 from api.text.chat_template import ChatTemplate
 from api.tools.formats import FORMATS, ToolFormat
 
+ENDPOINT = "/v1/chat/completions"
 ROLE = "assistant"
 
 
-def prepare_chat(body: ChatCompletionRequest, model: ServedModel, rules: RequestRules) -> Task:
-    """Raises BadRequest."""
+def prepare_chat(body: ChatCompletionRequest, model: ServedModel, rules: RequestRules, endpoint: str = ENDPOINT) -> Task:
+    """`endpoint`: whose answers are written of it, where another one's body became this one. Raises BadRequest."""
     check_chat(body, rules.limits)
     check_tools_are_served(body, rules.tool_call_parser)
     budget = OutputBudget(body.max_tokens)
@@ -53,7 +54,7 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, rules: Request
         rules.limits.check_shown_prompts(len(prompt.token_ids), sampling.n)
     role = ROLE if body.add_generation_prompt else body.messages[-1].role
     return Task(
-        endpoint="/v1/chat/completions",
+        endpoint=endpoint,
         model=model,
         prompts=[prompt],
         sampling=[sampling],
