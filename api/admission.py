@@ -10,6 +10,7 @@ from engine.bus.enqueue import QUEUE_LIMITS, AdmissionLimits, Refused
 from engine.bus.queue_depth import QueueDepth
 from engine.client.admission import estimated_wait, foresee, limits_by_pace, retry_after
 from engine.client.client import AsyncClient
+from engine.client.discovery import ModelHandle
 from engine.config import ApiConfig
 from engine.protocol import PROTOCOL_VERSION, EngineInfo
 
@@ -25,16 +26,19 @@ class Admission:
         self._limits = AdmissionLimits(config.max_num_queued_reqs, config.max_num_queued_tokens)
         self._max_queue_seconds = config.max_queue_seconds
         self._weights = tenant_weights(config.tenant_weight)
+        self._by_pace: dict[str, tuple[ModelHandle | None, AdmissionLimits]] = {}  # by model, with what they were made of
         self._full: dict[tuple[str, str], tuple[QueueDepth, Refused]] = {}  # by model and tenant: refusals since these numbers
 
     def weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
 
     def limits(self, client: AsyncClient, model: str) -> AdmissionLimits:
-        engines = engines_of(client, model)
-        if not engines and (handle := client.directory.models.get(model)) is not None:
-            engines = handle.engines  # the last one: its requests, and new ones, wait for the next
-        return limits_by_pace(self._limits, engines, self._max_queue_seconds)
+        handle = client.directory.models.get(model)
+        known = self._by_pace.get(model)
+        if known is None or known[0] is not handle:  # of an engine that died too: its requests, and new ones, wait for the next
+            engines = [] if handle is None else handle.engines
+            known = self._by_pace[model] = (handle, limits_by_pace(self._limits, engines, self._max_queue_seconds))
+        return known[1]
 
     def check(self, client: AsyncClient, model: str, tenant: str) -> None:
         """Raises Refused where the queue is full by the last numbers, or refused this tenant since."""
@@ -69,7 +73,9 @@ def tenant_weights(entries: Sequence[str]) -> dict[str, float]:
 
 
 def engines_of(client: AsyncClient, model: str) -> list[EngineInfo]:
-    return [engine for engine in client.directory.engines if engine.model == model]
+    """That live."""
+    handle = client.directory.models.get(model)
+    return handle.engines if handle is not None and handle.is_live else []
 
 
 def protocol_version(client: AsyncClient, model: str) -> int:

@@ -7,26 +7,25 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware.errors import ServerErrorMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.app_state import Service, service_of
-from api.errors import install_error_handlers
+from api.errors import install_error_handlers, on_api_error
 from api.http.auth import Authentication, check_exposure
 from api.http.middleware import BodyLimit, Methods, RequestContext
-from api.request.schemas import ErrorAnswer
 from api.routes import chat, completions, engines, health, models, requests, tokenize, usage
 from api.version import VERSION
 from engine.config import ApiConfig, RedisConfig
 
+ROUTES = (chat, completions, models, tokenize, requests, usage, engines, health)
 DESCRIPTION = "OpenAI-compatible inference on Redis streams."
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorAnswer, "description": "Nothing was done, for a reason of the request's"},
-    "5XX": {"model": ErrorAnswer, "description": "Nothing is wrong with the request; 503 says when to ask again"},
-}
 
 metrics_router = APIRouter()
 
@@ -40,7 +39,8 @@ async def metrics(request: Request) -> Response:
 
 
 class Application(FastAPI):
-    """`state.service` is `service`. The layers that everything passes are around FastAPI's own."""
+    """`state.service` is `service`. The layers that everything passes stand in the place of FastAPI's own, which would limit bodies
+    and look for telemetry."""
 
     def __init__(self, service: Service, **more: Any) -> None:
         super().__init__(**more)
@@ -53,7 +53,10 @@ class Application(FastAPI):
     def build_middleware_stack(self) -> ASGIApp:
         service: Service = self.state.service
         config = service.config
-        app: ASGIApp = BodyLimit(super().build_middleware_stack(), config.max_request_bytes)
+        app: ASGIApp = AsyncExitStackMiddleware(self.router)  # FastAPI's handlers keep in it what a request opens
+        app = ExceptionMiddleware(app, handlers=self.exception_handlers)
+        app = ServerErrorMiddleware(app, handler=on_api_error)
+        app = BodyLimit(app, config.max_request_bytes)
         app = Authentication(app, service.keys)
         app = Methods(app, self.routes)
         if config.allowed_origins:
@@ -86,9 +89,7 @@ def create_app(config: ApiConfig, redis_config: RedisConfig) -> Application:
         redirect_slashes=False,
         openapi_url=None if config.disable_fastapi_docs else "/openapi.json",  # without it there are no pages either
     )
-    for module in (chat, completions, models, tokenize, requests, usage, engines):
-        app.include_router(module.router, responses=ERRORS)
-    app.include_router(health.router)
-    app.include_router(metrics_router)
+    for router in (*(module.router for module in ROUTES), metrics_router):
+        app.router.routes += router.routes  # `include_router` would put a router of its own before each of them
     install_error_handlers(app)
     return app

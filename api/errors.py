@@ -225,7 +225,8 @@ def _shortened(text: str) -> str:
     return text if len(text) <= MAX_REPORTED_INPUT else text[:MAX_REPORTED_INPUT] + "..."
 
 
-async def _on_api_error(request: Request, error: Exception) -> Response:
+async def on_api_error(request: Request, error: Exception) -> Response:
+    """Of any error: one that is no answer becomes a bare 500."""
     return error_response(as_api_error(error))
 
 
@@ -244,9 +245,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """An error without another handler becomes a 500 and goes on to `api.http.middleware.RequestContext`, which logs it."""
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(BusUnavailable, _on_api_error)
+    """For all errors but those that nobody expects."""
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(BusUnavailable, on_api_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_api_error)

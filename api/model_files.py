@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from api.errors import BadRequest, UnusableModel, sanitize_message
 from api.request.sampling_params import ModelLimits, usable_defaults
 from api.text.chat_template import ChatTemplate
@@ -35,8 +37,7 @@ class ModelFiles:
     template_source: str | None
 
 
-@dataclass(frozen=True)
-class ServedModel:
+class ServedModel(msgspec.Struct, frozen=True):
     """A model with at least one live engine, as a request sees it."""
 
     name: str  # as the client calls it; where it names none, as the model is called first

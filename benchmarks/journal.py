@@ -14,10 +14,10 @@ import os
 import queue
 import statistics
 import time
-from dataclasses import replace
 
 import numpy as np
 import redis
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 

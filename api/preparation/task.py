@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from api.model_files import ServedModel
 from api.request.prompts import Prompt
 from engine.protocol import AnswerOptions, SamplingParams
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(msgspec.Struct, frozen=True):
     """One request's prompts, each with `n` choices."""
 
     endpoint: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +111,7 @@ def make_sampling_params(
 
 def resolve_seed(seed: int | None) -> int:
     """The client's, or one that is drawn where it gave none (None or -1)."""
-    return secrets.randbelow(INT63) if seed is None or seed == -1 else seed
+    return random.getrandbits(63) if seed is None or seed == -1 else seed
 
 
 def stop_strings(request: SamplingFields) -> list[str]:

@@ -10,9 +10,10 @@ from api.http.persistence import PARAMETERS
 from api.preparation.chat import prepare_chat
 from api.request.schemas import ChatCompletionRequest
 from api.response.chat_format import ChatFormat
+from api.routes.error_answers import ERRORS
 from api.submit import generate
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 
 @router.post("/v1/chat/completions", summary="Continue a conversation", openapi_extra=PARAMETERS)

@@ -10,9 +10,10 @@ from api.http.persistence import PARAMETERS
 from api.preparation.completion import is_light, prepare_completion
 from api.request.schemas import CompletionRequest
 from api.response.completion_format import CompletionFormat
+from api.routes.error_answers import ERRORS
 from api.submit import generate
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 
 @router.post("/v1/completions", summary="Continue a text", openapi_extra=PARAMETERS)

@@ -10,9 +10,10 @@ from fastapi import APIRouter, Query, Request
 from api.app_state import principal_of, service_of
 from api.errors import Forbidden, NotFound, ServiceUnavailable
 from api.model_registry import NO_ENGINE
+from api.routes.error_answers import ERRORS
 from engine.protocol import EngineInfo
 
-router = APIRouter()
+router = APIRouter(responses=ERRORS)
 RESET_SECONDS = 30.0  # that an engine may take to answer: it does so between two steps
 
 

@@ -8,9 +8,10 @@ from fastapi import APIRouter, Request
 
 from api.app_state import service_of
 from api.errors import NotFound
+from api.routes.error_answers import ERRORS
 from engine.client.discovery import ModelHandle
 
-router = APIRouter()
+router = APIRouter(responses=ERRORS)
 
 
 @router.get("/v1/models", summary="List the models that have a live engine")

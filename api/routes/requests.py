@@ -18,12 +18,13 @@ from api.continuation import continued_stream, recall, stored_answer
 from api.errors import ApiError, NotFound, json_response
 from api.http.middleware import HEAD
 from api.http.request_ids import is_safe_id
+from api.routes.error_answers import ERRORS
 from engine.bus import records
 from engine.bus.queue_place import num_before
 from engine.bus.records import Found, RecordView
 from engine.client.admission import estimated_wait
 
-router = APIRouter()
+router = APIRouter(responses=ERRORS)
 
 MARKS = ("enqueued", "received", "scheduled", "first_token", "last_token", "finished")
 

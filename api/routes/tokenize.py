@@ -12,8 +12,9 @@ from api.errors import NotFound
 from api.http.json_route import JsonRoute
 from api.preparation.tokenization import detokenized, tokenized
 from api.request.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
+from api.routes.error_answers import ERRORS
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 JSON = "application/json"
 
 

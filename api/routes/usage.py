@@ -8,10 +8,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 
 from api.app_state import principal_of, service_of
+from api.routes.error_answers import ERRORS
 from engine.bus import usage
 from engine.bus.usage import UsageRow
 
-router = APIRouter()
+router = APIRouter(responses=ERRORS)
 
 
 @router.get("/v1/usage", summary="Requests and tokens by day and model")

@@ -15,6 +15,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
 T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
 
@@ -100,8 +102,7 @@ def script(name: str, *libraries: str) -> Script:
     return Script(name, source, hashlib.sha1(source.encode()).hexdigest())
 
 
-@dataclass(frozen=True)
-class Call(Generic[T_co]):
+class Call(msgspec.Struct, Generic[T_co], frozen=True):
     """One operation. `decode` gets the script's answer, or the list of the commands' answers, all as RESP2 gives them (bytes, int,
     None, lists); where it returns a further Call, the bus runs that one and returns its result.
     """

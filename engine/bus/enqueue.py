@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.bus import keys
 from engine.bus.call import Argument, Call, flat, milliseconds, script
@@ -29,8 +29,7 @@ class AdmissionLimits:
     memory_share: float = MEMORY_SHARE  # of Redis' maxmemory, where it is set; 0: not checked
 
 
-@dataclass(frozen=True)
-class Enqueued:
+class Enqueued(NamedTuple):
     entries: list[str]  # ids in the requests stream, in the order of the requests
     num_before: int = 0  # requests that wait before the first one
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
+
+from msgspec.structs import replace
 
 from engine.bus import keys
 from engine.bus.call import Argument, Call, flat, milliseconds, script

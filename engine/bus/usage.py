@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import date, timedelta
 from typing import Any, TypeVar
 
@@ -96,7 +96,7 @@ def usage_rows(model: str, since: date | None = None, until: date | None = None)
 
         return Call(decode, commands=_sums(model, wanted))
 
-    return _then(roll_usage(model), lambda rolled: _then(usage_days(model), read))
+    return roll_usage(model).then(lambda rolled: usage_days(model).then(read))
 
 
 def forget_days(model: str, today: date) -> Call[None]:
@@ -107,14 +107,4 @@ def forget_days(model: str, today: date) -> Call[None]:
         commands: list[Command] = [("SREM", keys.usage_days(model), *old)] if old else []
         return Call(lambda answers: None, commands=tuple(commands))
 
-    return _then(usage_days(model), choose)
-
-
-def _then(call: Call[Any], follow: Callable[[Any], Call[T]]) -> Call[T]:
-    """`call`, then the call that its result leads to."""
-
-    def decode(answer: Any) -> Call[T]:
-        result = call.decode(answer)
-        return _then(result, follow) if isinstance(result, Call) else follow(result)
-
-    return replace(call, decode=decode)
+    return usage_days(model).then(choose)

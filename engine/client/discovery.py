@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from engine.bus import failover, leases
 from engine.bus.alarms import alarms as alarms_of
@@ -19,24 +20,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelHandle:
-    """A model with a live engine, or one that lived within the failover time: requests may wait for the next."""
+    """A model with a live engine, or one that lived within the failover time: requests may wait for the next.
+
+    What its engines have in common is found once, for all requests until the next `refresh`.
+    """
 
     name: str  # canonical: what its keys are made of
     tokenizer: str  # content hash of its TokenizerBundle
     engines: list[EngineInfo] = field(default_factory=list)  # at least one; the one that was heard of last where none lives
     is_live: bool = True  # an engine lives
 
-    @property
+    @cached_property
     def max_model_len(self) -> int:
         """Tokens that every engine can take."""
         return min(engine.max_model_len for engine in self.engines)
 
-    @property
+    @cached_property
     def protocol_version(self) -> int | None:
         """The newest version of requests that this process writes and every engine reads; None: there is none."""
         return max(set(WRITTEN_VERSIONS).intersection(*(engine.protocol_versions for engine in self.engines)), default=None)
 
-    @property
+    @cached_property
     def takes_priorities(self) -> bool:
         """Whether requests wait in the order of their priorities; engines of one queue have one policy."""
         return all(engine.scheduling_policy == "priority" for engine in self.engines)
@@ -45,7 +49,7 @@ class ModelHandle:
     def vocab_size(self) -> int:
         return self.engines[0].vocab_size
 
-    @property
+    @cached_property
     def max_logprobs(self) -> int:
         return min((engine.max_logprobs for engine in self.engines), key=lambda most: most if most >= 0 else 1 << 30)
 

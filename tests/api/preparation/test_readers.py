@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
+import msgspec
 import pytest
 import pytest_asyncio
 from pydantic import TypeAdapter
@@ -74,7 +75,7 @@ async def worked(readers: Readers, model: ServedModel, schema: Any, body: dict[s
 
 
 def comparable(task: Task) -> Task:
-    return Task(**{**vars(task), "prompts": [(list(prompt.token_ids), prompt.text) for prompt in task.prompts]})
+    return msgspec.structs.replace(task, prompts=[(list(prompt.token_ids), prompt.text) for prompt in task.prompts])
 
 
 @pytest.mark.parametrize(
