@@ -20,11 +20,11 @@ from api.app_state import Service, service_of
 from api.errors import install_error_handlers, on_api_error
 from api.http.auth import Authentication, check_exposure
 from api.http.middleware import BodyLimit, Methods, RequestContext
-from api.routes import chat, completions, engines, health, models, requests, tokenize, usage
+from api.routes import chat, completions, engines, health, models, requests, responses, tokenize, usage
 from api.version import VERSION
 from engine.config import ApiConfig, RedisConfig
 
-ROUTES = (chat, completions, models, tokenize, requests, usage, engines, health)
+ROUTES = (chat, completions, responses, models, tokenize, requests, usage, engines, health)
 DESCRIPTION = "OpenAI-compatible inference on Redis streams."
 
 metrics_router = APIRouter()

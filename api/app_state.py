@@ -166,7 +166,7 @@ class Service:
         """New requests should go elsewhere. Streams that can be continued at another API server break off at once."""
         self.draining = True
         for generation in list(self.observer.open):
-            if generation.grace and generation.task.stream:
+            if generation.grace and (generation.task.stream or generation.task.background):
                 generation.fail(ServiceUnavailable("The server is shutting down. Continue the stream at another one."))
 
     def abort_open(self) -> None:

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from fastapi import Request
 from starlette.responses import Response
 
-from api.app_state import Service, service_of
+from api.app_state import Service, principal_of, service_of
 from api.errors import RETRY_AFTER, ApiError, NotFound, ServiceUnavailable
 from api.http.headers import header
-from api.http.request_ids import answer_headers, sibling_ids
+from api.http.request_ids import answer_headers, is_safe_id, sibling_ids
 from api.http.response_writer import response_writer
 from api.preparation.task import Task
 from api.request.prompts import Prompt
+from api.request.response_schemas import ID_PREFIX
 from api.response.answer import WholeAnswer, whole_body, whole_response
 from api.response.answer_format import AnswerFormat
 from api.response.chat_format import ChatFormat
@@ -26,15 +27,20 @@ from api.response.chunk_format import ChunkFormat
 from api.response.completion_format import CompletionFormat
 from api.response.generation import Generation
 from api.response.output_processor import ChoiceOutput
+from api.response.response_format import ResponseFormat
 from api.response.sse import EventSink, EventStream
 from api.response.stream_position import StreamPosition
 from engine.bus import records
-from engine.bus.records import RecordView
+from engine.bus.records import Found, RecordView
 from engine.client.request_stream import RequestStream
-from engine.protocol import PROTOCOL_VERSION, EngineCoreRequest, FinishReason, RequestOutline
+from engine.protocol import FOREVER, PROTOCOL_VERSION, EngineCoreRequest, FinishReason, RequestOutline
 
 LAST_EVENT_ID = b"last-event-id"
-FORMATS: dict[str, type[ChunkFormat]] = {"/v1/chat/completions": ChatFormat, "/v1/completions": CompletionFormat}
+FORMATS: dict[str, type[ChunkFormat] | type[ResponseFormat]] = {
+    "/v1/chat/completions": ChatFormat,
+    "/v1/completions": CompletionFormat,
+    "/v1/responses": ResponseFormat,
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Recalled:
     generation: Generation
     requests: list[EngineCoreRequest]  # one a prompt, with handles of this server; of their prompts only what answers show
 
-    def format(self, service: Service, position: StreamPosition | None = None) -> AnswerFormat:
+    def format(self, service: Service, position: StreamPosition | int | None = None) -> AnswerFormat:
         return FORMATS[self.generation.task.endpoint](self.generation, service.config, position)
 
 
@@ -61,6 +67,8 @@ async def recall(service: Service, model: str, record: RecordView) -> Recalled:
         [outline.sampling for outline in outlines],
         facts.answer,
         facts.stream,
+        kept_body=facts.kept_body,
+        background=facts.grace >= FOREVER,
     )
     external = facts.external_id or record.id
     generation = Generation(task, external, ids, facts.created, record.tenant, service.attached_observer, facts.grace)
@@ -93,6 +101,15 @@ async def _outlines(service: Service, model: str, record: RecordView) -> tuple[l
     if len(outlines) < len(ids):
         raise _not_kept(record)
     return ids, outlines
+
+
+async def visible_requests(request: Request, request_id: str) -> list[Found]:
+    """Those of an internal, external or answer id that the key may see. Raises BusUnavailable."""
+    service, principal = service_of(request), principal_of(request)
+    if not is_safe_id(request_id.removeprefix(ID_PREFIX)):
+        return []
+    found = await service.bus.run(records.look_up(service.models.known(service.client), request_id))
+    return [each for each in found if principal.may_see(each.record.tenant)]
 
 
 def _not_kept(record: RecordView) -> NotFound:
@@ -130,7 +147,7 @@ async def continued_stream(request: Request, recalled: Recalled, starting_after:
     service, generation = service_of(request), recalled.generation
     last = header(request.scope, LAST_EVENT_ID) or starting_after
     num_choices = generation.task.num_choices
-    position = StreamPosition.parse(last, num_choices) if last else StreamPosition(num_choices)
+    position = FORMATS[generation.task.endpoint].position(last, num_choices)
     events = generation.sink = EventSink(recalled.format(service, position), service.output_budget)
     try:
         generation.begin(await service.client.attach(recalled.model, recalled.requests, generation.runs))
@@ -159,18 +176,28 @@ def _aborted() -> ServiceUnavailable:
 async def followed_answer(request: Request, recalled: Recalled) -> Response:
     """The whole answer, once the request has ended; the stream that listens to it is left alone. Raises ServiceUnavailable."""
     service, generation = service_of(request), recalled.generation
-    whole = generation.sink = FollowedAnswer(generation.task.num_choices)
+    format = recalled.format(service)
+    whole = generation.sink = FollowedAnswer(generation.task.num_choices, format.tells_each_output)
     generation.begin(service.client.follow(recalled.model, recalled.requests, generation.runs))
     writer = response_writer(request.scope)
-    return await whole_response(
-        generation, whole, recalled.format(service), writer, answer_headers(generation.external_id, generation.internal_ids)
-    )
+    return await whole_response(generation, whole, format, writer, answer_headers(generation.external_id, generation.internal_ids))
 
 
 async def stored_answer(service: Service, recalled: Recalled) -> bytes | None:
     """The answer of an ended request, as its endpoint gives it, JSON. None: it failed, or its output is not kept any more."""
+    try:
+        format = recalled.format(service)
+        whole = WholeAnswer(recalled.generation.task.num_choices, format.tells_each_output)
+        choices = await stored_choices(service, recalled, whole)
+        return None if choices is None else await whole_body(recalled.generation, choices, format)
+    except ApiError:
+        return None
+
+
+async def stored_choices(service: Service, recalled: Recalled, whole: WholeAnswer) -> list[ChoiceOutput] | None:
+    """The output of an ended request, by way of `whole`, which may raise the error that it ended with. None: it is not kept."""
     generation = recalled.generation
-    whole = generation.sink = WholeAnswer(generation.task.num_choices)
+    generation.sink = whole
     generation.begin([])
     try:
         for request, run in zip(recalled.requests, generation.runs, strict=True):
@@ -178,9 +205,7 @@ async def stored_answer(service: Service, recalled: Recalled) -> bytes | None:
             if stored is None:
                 return None
             RequestStream(request, recalled.model, run, _nothing_to_finish, _nothing_to_close).take_stored(stored)
-        return await whole_body(generation, await whole.choices(), recalled.format(service))
-    except ApiError:
-        return None
+        return await whole.choices()
     finally:
         generation.close()
 

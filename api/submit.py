@@ -25,23 +25,24 @@ from api.http.response_writer import response_writer
 from api.model_files import ServedModel
 from api.preparation.rules import RequestRules
 from api.preparation.task import Task
-from api.request.schemas import SamplingFields
-from api.response.answer import WholeAnswer, whole_response
+from api.request.schemas import RequestFields
+from api.response.answer import Unheard, WholeAnswer, whole_response
 from api.response.answer_format import AnswerFormat
 from api.response.generation import Generation
 from api.response.sse import EventSink, EventStream
 from api.response.stream_position import StreamPosition
+from api.stored_responses import response_now
 from api.time_limits import TimeLimits, time_limits
 from engine.bus import records
 from engine.bus.enqueue import Refused, Repeated
 from engine.client.admission import estimated_wait
 from engine.client.client import AsyncClient
 from engine.config import ApiConfig
-from engine.protocol import EngineCoreRequest, RequestFacts, encode_column
+from engine.protocol import FOREVER, EngineCoreRequest, RequestFacts, encode_column
 
-B = TypeVar("B", bound=SamplingFields)
+B = TypeVar("B", bound=RequestFields)
 
-MakeFormat = Callable[[Generation, ApiConfig, StreamPosition | None], AnswerFormat]
+MakeFormat = Callable[[Generation, ApiConfig, StreamPosition | int | None], AnswerFormat]
 
 PRIORITY_HEADER = "X-Vllm-Priority"
 TRACE_HEADERS = ("traceparent", "tracestate")
@@ -68,7 +69,7 @@ async def generate(
     model = await service.resolve(body.model)
     _check_queue(request, model)
     task = prepare(body, model, service.rules) if in_place else await service.prepare(request, prepare, body, model)
-    generation = _make_generation(request, task, body.request_id, grace)
+    generation = _make_generation(request, task, body.request_id, FOREVER if task.background else grace)
     try:
         return await _answer(request, generation, format, limits)
     except Repeated as repeated:  # another API server enqueued it meanwhile
@@ -99,8 +100,11 @@ async def _repeat(request: Request, model: str, repeated: Repeated) -> Response:
     if record is None:
         raise ServiceUnavailable("The request with this Idempotency-Key is gone. Try again.", headers=RETRY_AFTER)
     recalled = await recall(service, model, record)
-    if recalled.generation.task.stream:
+    task = recalled.generation.task
+    if task.stream:
         return await retried_stream(request, recalled)
+    if task.background:
+        return Response(await response_now(service, recalled, record), media_type="application/json")
     return await followed_answer(request, recalled)
 
 
@@ -145,9 +149,13 @@ async def _answer(request: Request, generation: Generation, make_format: MakeFor
             raise
         estimate = partial(_estimated_wait, service, generation.task.model.canonical_name)
         return EventStream(generation, events, headers, service.config.sse_keep_alive_interval, estimate)
-    whole = generation.sink = WholeAnswer(generation.task.num_choices)
-    headers |= await _submit(request, generation, limits)
     format = make_format(generation, service.config, None)
+    if generation.task.background:
+        generation.sink = Unheard(generation.close)
+        await _submit(request, generation, limits)
+        return Response(format.unfinished("queued"), media_type="application/json", headers=headers)
+    whole = generation.sink = WholeAnswer(generation.task.num_choices, format.tells_each_output)
+    headers |= await _submit(request, generation, limits)
     return await whole_response(generation, whole, format, response_writer(request.scope), headers)
 
 
@@ -186,6 +194,7 @@ async def _submit(request: Request, generation: Generation, limits: TimeLimits) 
         weight=service.admission.weight(generation.tenant),
         timeout=limits.total,
         queue_timeout=limits.waiting,
+        kept_body=task.kept_body,
     )
     requests = _engine_requests(request.scope, principal_of(request), service.client, generation, facts)
     client, model = service.client, task.model.canonical_name

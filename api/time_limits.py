@@ -9,7 +9,7 @@ from starlette.types import Scope
 
 from api.errors import BadRequest
 from api.http.headers import header
-from api.request.schemas import SamplingFields
+from api.request.schemas import RequestFields
 from engine.config import ApiConfig
 
 TIMEOUT_HEADER = "X-Headrace-Timeout"
@@ -24,7 +24,7 @@ class TimeLimits(NamedTuple):
     waiting: float = 0.0  # from its enqueue until an engine takes it
 
 
-def time_limits(scope: Scope, body: SamplingFields, config: ApiConfig) -> TimeLimits:
+def time_limits(scope: Scope, body: RequestFields, config: ApiConfig) -> TimeLimits:
     """Raises BadRequest."""
     return TimeLimits(
         _seconds(scope, TIMEOUT_HEADER, "timeout", body.timeout, config.default_timeout),

@@ -27,6 +27,7 @@ PROTOCOL_VERSION = WRITTEN_VERSIONS[-1]
 TIMED_OUT = "The request's deadline passed "  # the beginning of the errors of late requests
 LATE_IN_QUEUE = f"{TIMED_OUT}while it waited for an engine."
 LATE = f"{TIMED_OUT}before its output was complete."
+FOREVER = 1e9  # seconds of grace: the request goes on to its end, whether an API server listens or not
 
 Struct = TypeVar("Struct")
 Choice = Annotated[int, Meta(ge=-1, lt=2**31)]  # -1, where it may stand: all
@@ -97,6 +98,7 @@ class RequestFacts(msgspec.Struct, array_like=True, frozen=True):
     weight: float = 1.0  # of the tenant, whose share of the engines it is
     timeout: float = 0.0  # seconds after its enqueue at which the request ends, however far it is; 0.0: never
     queue_timeout: float = 0.0  # seconds that it may wait for an engine; 0.0: for as long as it takes
+    kept_body: bytes = b""  # what answers repeat of the HTTP request's body, and later requests may refer to; the endpoint's JSON
 
 
 OUTLINE_TOKENS = 16  # of a prompt's end: text begins in the middle of a character or a word where the prompt leaves one

@@ -20,6 +20,8 @@ class Task(msgspec.Struct, frozen=True):
     stream: bool = False
     priority: int = 0
     cache_salt: str = ""  # of the body; the engine's is derived from it and the tenant
+    kept_body: bytes = b""  # as in `RequestFacts`
+    background: bool = False  # it goes on to its end without a client
 
     @property
     def n(self) -> int:

@@ -44,6 +44,12 @@ class StreamOptions(ApiModel):
     continuous_usage_stats: bool = False
 
 
+class ItemReferences(ApiModel):
+    """Ids of stored items that a body's input refers to."""
+
+    ids: list[str] = []
+
+
 class ResponseFormat(ApiModel):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = None
@@ -65,10 +71,23 @@ class StructuredOutputs(ApiModel):
     whitespace_pattern: str | None = None
 
 
-class SamplingFields(ApiModel):
-    """The common fields of chat and text completions."""
+class RequestFields(ApiModel):
+    """What bodies of all generating endpoints may say."""
 
     model: str | None = None
+    stream: bool | None = False
+    priority: Int64 = 0
+    timeout: Number | None = None
+    queue_timeout: Number | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    resumable: bool | Number | None = None  # outlives its connection: for the server's time, or so many seconds
+
+
+class SamplingFields(RequestFields):
+    """The common fields of chat and text completions."""
+
     n: Integer | None = 1
     temperature: Number | None = None
     top_p: Number | None = None
@@ -93,20 +112,11 @@ class SamplingFields(ApiModel):
     truncate_prompt_tokens: Annotated[Integer, Field(ge=-1, le=INT64_MAX)] | None = None
     truncation_side: Literal["left", "right"] | None = None
 
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
     stream_interval: Integer | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     echo: bool | None = False
-
-    priority: Int64 = 0
-    timeout: Number | None = None
-    queue_timeout: Number | None = None
-    request_id: str | None = None
-    cache_salt: str | None = None
-    user: str | None = None
-    resumable: bool | Number | None = None  # outlives its connection: for the server's time, or so many seconds
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -232,11 +242,12 @@ HEAD_CHARACTERS = 256  # more than any text among a body's plain values may have
 
 
 def body_head(body: BaseModel) -> BaseModel:
-    """`body` without what may be large: its plain values and stream options. The fields that make up the prompt are None."""
+    """`body` without what may be large: its plain values, stream options and references. The fields that make up the prompt are
+    None."""
 
     def kept(value: Any) -> Any:
         if isinstance(value, str):
             return value[:HEAD_CHARACTERS]
-        return value if isinstance(value, int | float | StreamOptions) else None
+        return value if isinstance(value, int | float | StreamOptions | ItemReferences) else None
 
     return type(body).model_construct(**{name: kept(value) for name, value in body})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
@@ -22,8 +23,8 @@ TOKENS_OF_PARTS = 6  # tokens whose JSON takes as long as looking for the parts 
 class WholeAnswer:
     """A sink that puts the outputs of each choice together."""
 
-    def __init__(self, num_choices: int) -> None:
-        self._collected = [CollectedOutput(index) for index in range(num_choices)]
+    def __init__(self, num_choices: int, keeps_pieces: bool = False) -> None:
+        self._collected = [CollectedOutput(index, keeps_pieces) for index in range(num_choices)]
         self._error: ApiError | None = None
         self._ended = asyncio.Event()
 
@@ -40,6 +41,19 @@ class WholeAnswer:
         if self._error is not None:
             raise self._error
         return [collected.output() for collected in self._collected]
+
+
+class Unheard:
+    """A sink for a request that goes on without a client: nothing of it is written. `close` closes the generation."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
+
+    def put(self, output: ChoiceOutput) -> None:
+        return
+
+    def end(self, error: ApiError | None = None) -> None:
+        asyncio.get_running_loop().call_soon(self._close)
 
 
 async def whole_response(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from api.errors import ApiError
 from api.response.output_processor import ChoiceOutput
@@ -10,6 +11,9 @@ from api.response.output_processor import ChoiceOutput
 
 class AnswerFormat(ABC):
     """Made for one answer. A stream calls `opening`, `chunks` for each output, and then either `closing` or `failure`."""
+
+    opens_at_once: ClassVar[bool] = False  # the opening does not wait for the first output
+    tells_each_output: ClassVar[bool] = False  # its events depend on single outputs: merged ones keep their pieces
 
     @abstractmethod
     def opening(self) -> bytes:
@@ -30,6 +34,10 @@ class AnswerFormat(ABC):
     @abstractmethod
     def failure(self, error: ApiError) -> bytes:
         """Events that end a stream which breaks off."""
+
+    def unfinished(self, status: str) -> bytes:
+        """The answer of a request that goes on without a client, before its end, JSON. Only endpoints of such requests have one."""
+        raise NotImplementedError
 
     @abstractmethod
     def whole(self, choices: list[ChoiceOutput]) -> bytes:

@@ -22,7 +22,7 @@ class ChatFormat(ChunkFormat):
     text_item = b'{"index":%d,"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
     no_text: ClassVar = {"delta": {}}
 
-    def __init__(self, generation: Generation, config: ApiConfig, position: StreamPosition | None = None) -> None:
+    def __init__(self, generation: Generation, config: ApiConfig, position: StreamPosition | int | None = None) -> None:
         super().__init__(generation, config, position)
         answer = self._answer
         self._readers = [

@@ -54,9 +54,13 @@ class ChunkFormat(AnswerFormat):
     text_item: tuple[bytes, bytes]  # the item of a chunk of text alone, before and behind the text; `%d` is the choice's index
     no_text: ClassVar[dict[str, Any]]  # the member of a chunk's item that has the text, without any
 
-    def __init__(self, generation: Generation, config: ApiConfig, position: StreamPosition | None = None) -> None:
+    @classmethod
+    def position(cls, last: str | None, num_choices: int) -> StreamPosition:
+        return StreamPosition.parse(last, num_choices) if last else StreamPosition(num_choices)
+
+    def __init__(self, generation: Generation, config: ApiConfig, position: StreamPosition | int | None = None) -> None:
         """`position`: where a stream that can be continued stands; its events have ids, and what its client has is left out."""
-        self._position = position
+        self._position = position if isinstance(position, StreamPosition) else None
         self._generation = generation
         self._task = task = generation.task
         self._answer = answer = task.answer

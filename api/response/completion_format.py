@@ -19,9 +19,10 @@ class CompletionFormat(ChunkFormat):
     text_item = b'{"index":%d,"text":', b',"logprobs":null,"finish_reason":null}'
     no_text: ClassVar = {"text": ""}
 
-    def __init__(self, generation: Generation, config: ApiConfig, position: StreamPosition | None = None) -> None:
+    def __init__(self, generation: Generation, config: ApiConfig, position: StreamPosition | int | None = None) -> None:
         super().__init__(generation, config, position)
-        self._begun = [position is not None and position.has_begun(index) for index in range(self._task.num_choices)]
+        told = self._position
+        self._begun = [told is not None and told.has_begun(index) for index in range(self._task.num_choices)]
 
     # Streamed
 

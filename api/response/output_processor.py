@@ -43,18 +43,22 @@ class ChoiceOutput(msgspec.Struct, gc=False):
     logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    pieces: Sequence[ChoiceOutput] = ()  # that it was merged of, where they matter
 
 
 class CollectedOutput:
     """Pieces of one choice that become one: a whole answer, or what a slow client has not read yet."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, keeps_pieces: bool = False) -> None:
+        self._pieces: list[ChoiceOutput] | None = [] if keeps_pieces else None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._last = ChoiceOutput(index)
 
     def add(self, output: ChoiceOutput) -> None:
+        if self._pieces is not None:
+            self._pieces.append(output)
         self._texts.append(output.text)
         self._token_ids += output.token_ids
         self._logprobs += output.logprobs
@@ -63,7 +67,15 @@ class CollectedOutput:
 
     def output(self) -> ChoiceOutput:
         last = self._last
-        return ChoiceOutput(last.index, "".join(self._texts), self._token_ids, self._logprobs, last.finish_reason, last.stop_reason)
+        return ChoiceOutput(
+            last.index,
+            "".join(self._texts),
+            self._token_ids,
+            self._logprobs,
+            last.finish_reason,
+            last.stop_reason,
+            self._pieces or (),
+        )
 
 
 class _WaitingToken(NamedTuple):

@@ -32,15 +32,16 @@ class OutputBudget:
 class PendingOutput:
     """What waits for one client. `drop` is called with the number of bytes when it is too much; it clears this."""
 
-    def __init__(self, budget: OutputBudget, drop: Callable[[int], None]) -> None:
+    def __init__(self, budget: OutputBudget, drop: Callable[[int], None], keeps_pieces: bool = False) -> None:
         self.drop = drop
+        self._keeps_pieces = keeps_pieces
         self._budget = budget
         self.parts: dict[int, deque[_Part]] = {}  # by choice; none: nothing waits
 
     def add(self, output: ChoiceOutput) -> None:
         parts = self.parts.setdefault(output.index, deque())
         if not parts or parts[-1].num_bytes >= PART_BYTES:
-            parts.append(_Part(output.index))
+            parts.append(_Part(output.index, self._keeps_pieces))
         num_bytes = _size(output)
         parts[-1].add(output)
         parts[-1].num_bytes += num_bytes

@@ -43,7 +43,7 @@ class EventSink:
         self._writer: ResponseWriter | None = None
         self._begun = False  # the opening events were made
         self._making: asyncio.Task[None] | None = None  # the events of a long output
-        self._pending = PendingOutput(budget, self._drop)  # what could not be written yet
+        self._pending = PendingOutput(budget, self._drop, format.tells_each_output)  # what could not be written yet
         self._last: bytes | None = None  # the last events, once no output follows
         self._written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -69,6 +69,8 @@ class EventSink:
         """Write to `writer`, which has started. Returns when all has been written, or the client has left."""
         self._writer = writer
         writer.on_ready = self._flush
+        if self._format.opens_at_once and writer.ready:
+            self._write_events(writer, self._opening())
         self._flush()
         await self._written
 
@@ -115,12 +117,16 @@ class EventSink:
         self._last = self._format.failure(error)
 
     def _write(self, writer: ResponseWriter, output: ChoiceOutput) -> None:
-        opening = b"" if self._begun else self._format.opening()  # not before: an early failure is to be the first event
-        self._begun = True
+        opening = self._opening()  # not before, as a rule: an early failure is to be the first event
         if self._format.is_long(output):
             self._making = asyncio.create_task(self._write_long(writer, output, opening))
         else:
             self._write_events(writer, opening + self._format.chunks(output))
+
+    def _opening(self) -> bytes:
+        """The opening events, once."""
+        begun, self._begun = self._begun, True
+        return b"" if begun else self._format.opening()
 
     async def _write_long(self, writer: ResponseWriter, output: ChoiceOutput, opening: bytes) -> None:
         try:

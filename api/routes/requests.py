@@ -14,10 +14,9 @@ from starlette.responses import Response
 
 from api.admission import engines_of
 from api.app_state import Service, principal_of, service_of
-from api.continuation import continued_stream, recall, stored_answer
+from api.continuation import continued_stream, recall, stored_answer, visible_requests
 from api.errors import ApiError, NotFound, json_response
 from api.http.middleware import HEAD
-from api.http.request_ids import is_safe_id
 from api.routes.error_answers import ERRORS
 from engine.bus import records
 from engine.bus.queue_place import num_before
@@ -112,11 +111,7 @@ async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
 
 async def _find(request: Request, request_id: str) -> Found:
     """Canonical model and newest record of an internal, external or answer id. Raises NotFound, also for others' requests."""
-    service, principal = service_of(request), principal_of(request)
-    found = (
-        await service.bus.run(records.look_up(service.models.known(service.client), request_id)) if is_safe_id(request_id) else []
-    )
-    visible = [each for each in found if principal.may_see(each.record.tenant)]
+    visible = await visible_requests(request, request_id)
     if not visible:
         raise _unknown(request_id)
     return max(visible, key=lambda each: (each.record.state != "ended", each.record.enqueued))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engine.bus import keys
-from engine.bus.call import Call
+from engine.bus.call import Call, script
 from engine.bus.enqueue import Repeated
 from engine.protocol import (
     EngineInfo,
@@ -24,7 +24,7 @@ from engine.protocol import (
     decode_stored,
 )
 
-ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")  # which the id of an answer has before that of the request
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")  # which the id of an answer has before that of the request
 OUTPUT_DROPPED = "The output of this request is not in Redis any more: it gave way to newer ones."
 PAGE = 500  # records read at once
 MOST_LOOKED_AT = 10_000  # records that one listing of a tenant reads
@@ -64,6 +64,7 @@ class RecordView:
     attempts: int = 0  # engines that died while they ran it, one after the other
     deaths: int = 0  # of engines that ran it, in all
     output_dropped: bool = False  # the output of an ended one gave way to newer ones
+    hidden: bool = False  # its client has deleted the answer
 
     @property
     def must_run_again(self) -> bool:
@@ -286,6 +287,11 @@ def repeated(models: Sequence[str], tenant: str, key: str) -> Call[tuple[str, Re
         return None
 
     return Call(decode, commands=tuple(("GET", keys.idempotency(model, tenant, key)) for model in models))
+
+
+def hide(model: str, request_id: str) -> Call[str]:
+    """Show the answer of a request to no client any more, and drop what an ended one has kept. Returns its state, or "unknown"."""
+    return Call(lambda answer: answer.decode(), script("hide", "ledger"), keys.ledger(model), (request_id,))
 
 
 def stored_output(model: str, request_id: str) -> Call[StoredOutput | None]:

@@ -33,6 +33,7 @@ from engine.client.listener import Listener
 from engine.client.repairs import Repairs
 from engine.client.request_stream import Receiver, RequestStream
 from engine.protocol import (
+    FOREVER,
     LATE,
     Abort,
     ControlReply,
@@ -267,7 +268,7 @@ class AsyncClient:
     async def _outlive(self, stream: RequestStream) -> None:
         """A request whose client has gone goes on for its grace time, and ends then, unless another stream listens to it."""
         left = await self._run_until_answered(detach(stream.model, stream.request_id, self.incarnation, stream.handle))
-        if left is not None:
+        if left is not None and stream.grace < FOREVER:
             await asyncio.sleep(left)
             await self._end(stream, Abort(stream.request_id))
 

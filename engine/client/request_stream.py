@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.protocol import (
+    FOREVER,
     EngineCoreRequest,
     FinishedOutput,
     FinishReason,
@@ -66,7 +67,8 @@ class RequestStream:
         self.handle = request.handle
         self.model = model
         self.grace = request.facts.grace  # seconds that the request goes on when no stream listens any more
-        self.follows = bool(request.facts.idempotency_key)  # goes on without listening, where another stream listens instead
+        # It goes on without listening, where another stream listens instead.
+        self.follows = bool(request.facts.idempotency_key) or self.grace >= FOREVER
         self.listens = True
         self.may_enqueue = True  # `request` is whole: where Redis forgets it, the client enqueues it again
         self.enqueued = False  # Redis has said so: the request's record exists

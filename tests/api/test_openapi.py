@@ -16,6 +16,11 @@ from tests.api.live_server import LiveServer
 OPERATIONS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/responses/{response_id}"),
+    ("DELETE", "/v1/responses/{response_id}"),
+    ("POST", "/v1/responses/{response_id}/cancel"),
+    ("GET", "/v1/responses/{response_id}/input_items"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
     ("POST", "/tokenize"),
@@ -40,7 +45,7 @@ OPERATIONS = [
 SETTINGS = settings(
     max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate], database=None
 )
-DEAR = {"n": 2, "max_tokens": 8, "max_completion_tokens": 8}  # more is valid, but slow
+DEAR = {"n": 2, "max_tokens": 8, "max_completion_tokens": 8, "max_output_tokens": 8}  # more is valid, but slow
 SLOW = range(5, 20_000)
 
 
@@ -72,7 +77,7 @@ def test_made_up_requests_get_no_5xx(null_server: LiveServer, schema: Any, metho
 
 
 def send(client: httpx.Client, case: Case) -> httpx.Response:
-    if isinstance(case.body, dict) and case.path.endswith("completions"):
+    if isinstance(case.body, dict) and case.path.endswith(("completions", "responses")):
         for field, most in DEAR.items():
             if case.body.get(field) is None or case.body[field] in SLOW:
                 case.body[field] = most

@@ -145,6 +145,8 @@ local function keep_external(external_id)
   end
 end
 
+local LARGE_OUTLINE = 16384 -- bytes, of a request that ended without an output, which count as one
+
 -- Results of ended requests, their outputs and what their answers are written from, share a budget of bytes: the oldest ones give
 -- way. KEPT lists them in the order of their ends, as `<bytes> <id>`; LOAD has their sum.
 local function drop_oldest_output()
@@ -165,13 +167,16 @@ local function forget_oldest_outputs()
   end
 end
 
-local function keep_output(id, budget)
-  forget_oldest_outputs()
-  local size = redis.call('HSTRLEN', RECORD .. id, 'output')
-  if size == 0 then return end
-  size = size + redis.call('HSTRLEN', RECORD .. id, 'outline')
+local function count_kept(id)
+  local size = redis.call('HSTRLEN', RECORD .. id, 'output') + redis.call('HSTRLEN', RECORD .. id, 'outline')
   redis.call('RPUSH', KEPT, string.format('%d', size) .. ' ' .. id)
   add_sum('kept', size)
+end
+
+local function keep_output(id, budget)
+  forget_oldest_outputs()
+  if redis.call('HSTRLEN', RECORD .. id, 'output') == 0 then return end
+  count_kept(id)
   while tonumber(redis.call('HGET', LOAD, 'kept') or 0) > budget and drop_oldest_output() do end
 end
 
@@ -256,6 +261,7 @@ local function end_request(id, facts)
   redis.call('PEXPIRE', key, record[8] or OLD_RETENTION)
   if record[10] then redis.call('PEXPIRE', record[10], record[8] or OLD_RETENTION) end
   expire_external(record[6], record[8] or OLD_RETENTION)
+  if state == 'queued' and redis.call('HSTRLEN', key, 'outline') > LARGE_OUTLINE then count_kept(id) end
   add_usage(id)
   return true
 end

@@ -1,0 +1,116 @@
+"""Responses out of Redis: whole as they are now, and as the past of new ones. Each is derived from its request's record and
+output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+
+from api.app_state import Service, service_of
+from api.continuation import Recalled, recall, stored_choices, visible_requests
+from api.errors import ApiError, BadRequest, NotFound
+from api.preparation.response import ENDPOINT, Past
+from api.request.kept_response import KeptResponse
+from api.request.response_items import Item, response_of_item
+from api.request.schemas import ItemReferences
+from api.response.answer import WholeAnswer
+from api.response.output_processor import ChoiceOutput
+from api.response.response_format import ResponseFormat
+from engine.bus.records import RecordView
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    model: str  # canonical
+    record: RecordView
+    recalled: Recalled
+    kept: KeptResponse
+
+    @property
+    def input_items(self) -> list[Item]:
+        return self.kept.input_items(self.record.id)
+
+
+async def find_response(request: Request, response_id: str) -> StoredResponse | None:
+    """None: there is none, it is another tenant's, was not stored, was deleted, or is not kept any more. Raises BusUnavailable."""
+    service = service_of(request)
+    found = [
+        each for each in await visible_requests(request, response_id) if each.record.endpoint == ENDPOINT and not each.record.hidden
+    ]
+    for model, record in found:  # newest first
+        try:
+            recalled = await recall(service, model, record)
+        except NotFound:
+            continue
+        kept = KeptResponse.decoded(recalled.generation.task.kept_body)
+        if kept.shown["store"]:
+            return StoredResponse(model, record, recalled, kept)
+    return None
+
+
+class _AsFarAsKnown(WholeAnswer):
+    """With an error where the answer broke off."""
+
+    error: ApiError | None = None
+
+    def end(self, error: ApiError | None = None) -> None:
+        self.error = error
+        super().end()
+
+
+async def response_now(service: Service, recalled: Recalled, record: RecordView) -> bytes:
+    """The response object, JSON."""
+    format = _format(service, recalled)
+    if record.state != "ended":
+        has_begun = record.state != "queued" or record.received
+        return format.unfinished("in_progress" if has_begun else "queued")
+    output, error = await _stored_output(service, recalled)
+    return format.whole([output]) if error is None else format.failed(output, error)
+
+
+async def _stored_output(service: Service, recalled: Recalled) -> tuple[ChoiceOutput, ApiError | None]:
+    whole = _AsFarAsKnown(1, keeps_pieces=True)
+    choices = await stored_choices(service, recalled, whole)
+    if choices is None:
+        raise NotFound("The response is not kept any more.", param="response_id")
+    return choices[0], whole.error
+
+
+def _format(service: Service, recalled: Recalled) -> ResponseFormat:
+    return ResponseFormat(recalled.generation, service.config)
+
+
+async def past_of(request: Request, previous_id: str | None, references: ItemReferences) -> Past:
+    """The stored items that a new response goes on from. Raises NotFound, BadRequest."""
+    conversation: list[Item] = []
+    if previous_id is not None:
+        previous = await find_response(request, previous_id)
+        if previous is None:
+            message = f"Previous response with id '{previous_id[:200]}' not found."
+            raise NotFound(message, param="previous_response_id")
+        conversation = await _all_items(request, previous, "previous_response_id")
+    known = {item["id"]: item for item in conversation}
+    for id in references.ids:
+        if id in known:
+            continue
+        response = response_of_item(id)
+        stored = await find_response(request, response) if response is not None else None
+        if stored is not None:
+            known |= {item["id"]: item for item in await _all_items(request, stored, "input")}
+    return Past(conversation, {id: known[id] for id in references.ids if id in known})
+
+
+async def _all_items(request: Request, stored: StoredResponse, param: str) -> list[Item]:
+    """The conversation of a response, its output too."""
+    if stored.record.state != "ended":
+        raise BadRequest(f"The response 'resp_{stored.record.id}' has not ended yet.", param=param)
+    service = service_of(request)
+    output, error = await _stored_output(service, stored.recalled)
+    if error is not None:
+        raise BadRequest(f"The response 'resp_{stored.record.id}' has failed.", param=param)
+    format = _format(service, stored.recalled)
+    format.whole([output])
+    made: list[dict[str, Any]] = format.items
+    return [*stored.input_items, *made]
