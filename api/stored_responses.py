@@ -15,7 +15,7 @@ from api.preparation.response import ENDPOINT, Past
 from api.request.kept_response import KeptResponse
 from api.request.response_items import Item, response_of_item
 from api.request.schemas import ItemReferences
-from api.response.answer import WholeAnswer
+from api.response.answer import WholeAnswer, whole_body
 from api.response.output_processor import ChoiceOutput
 from api.response.response_format import ResponseFormat
 from engine.bus.records import RecordView
@@ -67,7 +67,7 @@ async def response_now(service: Service, recalled: Recalled, record: RecordView)
         has_begun = record.state != "queued" or record.received
         return format.unfinished("in_progress" if has_begun else "queued")
     output, error = await _stored_output(service, recalled)
-    return format.whole([output]) if error is None else format.failed(output, error)
+    return await whole_body(recalled.generation, [output], format) if error is None else format.failed(output, error)
 
 
 async def _stored_output(service: Service, recalled: Recalled) -> tuple[ChoiceOutput, ApiError | None]:
@@ -111,6 +111,6 @@ async def _all_items(request: Request, stored: StoredResponse, param: str) -> li
     if error is not None:
         raise BadRequest(f"The response 'resp_{stored.record.id}' has failed.", param=param)
     format = _format(service, stored.recalled)
-    format.whole([output])
+    await whole_body(stored.recalled.generation, [output], format)
     made: list[dict[str, Any]] = format.items
     return [*stored.input_items, *made]

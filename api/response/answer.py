@@ -72,13 +72,14 @@ async def whole_response(
 
 async def whole_body(generation: Generation, choices: list[ChoiceOutput], format: AnswerFormat) -> bytes:
     """JSON, made on a thread where that takes long."""
-    return await run_in_threadpool(format.whole, choices) if _is_long(generation) else format.whole(choices)
+    return await run_in_threadpool(format.whole, choices) if _is_long(generation, format) else format.whole(choices)
 
 
-def _is_long(generation: Generation) -> bool:
+def _is_long(generation: Generation, format: AnswerFormat) -> bool:
     """Whether to write the answer would keep the event loop for more than some milliseconds."""
     usage, task = generation.usage, generation.task
     wanted = [task.sampling[0].logprobs or 0, task.sampling[0].prompt_logprobs or 0]
     num_logprobs = task.model.limits.vocab_size if -1 in wanted else max(wanted)
     num_items = (usage.completion_tokens + usage.prompt_tokens * task.n) * (1 + num_logprobs)
-    return num_items + (usage.completion_tokens * TOKENS_OF_PARTS if has_parts(task.answer) else 0) > LONG_TOKENS
+    parts_count = has_parts(task.answer) or format.tells_each_output
+    return num_items + (usage.completion_tokens * TOKENS_OF_PARTS if parts_count else 0) > LONG_TOKENS

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
-from engine.bus import journals, keys, records
+from engine.bus import journals, keys, records, transitions
 from engine.bus.enqueue import Enqueued
 from engine.bus.journals import EndedRequest
 from engine.bus.records import OUTPUT_DROPPED
-from engine.protocol import FinishReason
+from engine.protocol import Abort, FinishReason, RequestFacts
 from tests.engine.bus.ledger_world import Engine, World
 
 
@@ -98,4 +99,33 @@ def test_an_end_costs_the_same_whatever_shares_its_clients_id(world: World) -> N
     many = [cost_of_an_end(world, engine) for _ in range(5)]
     assert max(many) <= few + 2
     world.end(engine, *engine.running)
+    world.check_integrity()
+
+
+def test_a_large_outline_counts_though_its_request_never_ran(world: World) -> None:
+    engine = world.engine()
+    facts = RequestFacts(kept_body=bytes(20_000))
+    world.enqueue(replace(world.request("large"), facts=facts), world.request("small"))
+    for name in ("large", "small"):
+        world.bus.run(transitions.finish(world.model, name, Abort(name)))
+    assert [line.decode().split()[1] for line in world.raw.lrange(keys.kept(world.model), 0, -1)] == ["large"]
+    assert int(world.raw.hget(keys.load(world.model), "kept") or 0) > 20_000
+    end_large(world, engine, "newer", size=1000, budget=15_000)
+    assert world.record("large").output_dropped and not world.record("small").output_dropped
+    assert has_output(world, "newer")
+    world.check_integrity()
+
+
+def test_a_hidden_answer_is_dropped_once_its_request_has_ended(world: World) -> None:
+    engine = world.engine()
+    world.enqueue(world.request("early"))
+    world.take(engine)
+    assert world.bus.run(records.hide(world.model, "early")) == "running"
+    assert world.record("early").hidden and not world.record("early").output_dropped
+    end_large(world, engine, "late", size=1000, budget=10_000)
+    for _ in range(2):
+        assert world.bus.run(records.hide(world.model, "late")) == "ended"
+        assert world.record("late").hidden and world.record("late").must_run_again and not has_output(world, "late")
+        assert world.bus.run(records.outlines(world.model, ["late"])) == [None]
+    assert world.bus.run(records.hide(world.model, "gone")) == "unknown"
     world.check_integrity()
