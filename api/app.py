@@ -18,13 +18,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.app_state import Service, service_of
 from api.errors import install_error_handlers, on_api_error
+from api.http.anthropic_errors import AnthropicErrors
 from api.http.auth import Authentication, check_exposure
 from api.http.middleware import BodyLimit, Methods, RequestContext
-from api.routes import chat, completions, engines, health, models, requests, responses, tokenize, usage
+from api.routes import chat, completions, engines, health, messages, models, requests, responses, tokenize, usage
 from api.version import VERSION
 from engine.config import ApiConfig, RedisConfig
 
-ROUTES = (chat, completions, responses, models, tokenize, requests, usage, engines, health)
+ROUTES = (chat, completions, responses, messages, models, tokenize, requests, usage, engines, health)
 DESCRIPTION = "OpenAI-compatible inference on Redis streams."
 
 metrics_router = APIRouter()
@@ -59,6 +60,7 @@ class Application(FastAPI):
         app = BodyLimit(app, config.max_request_bytes)
         app = Authentication(app, service.keys)
         app = Methods(app, self.routes)
+        app = AnthropicErrors(app)
         if config.allowed_origins:
             app = CORSMiddleware(app, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
         return RequestContext(app, service.metrics, config.enable_request_id_headers)

@@ -23,9 +23,9 @@ from api.request.response_schemas import ID_PREFIX
 from api.response.answer import WholeAnswer, whole_body, whole_response
 from api.response.answer_format import AnswerFormat
 from api.response.chat_format import ChatFormat
-from api.response.chunk_format import ChunkFormat
 from api.response.completion_format import CompletionFormat
 from api.response.generation import Generation
+from api.response.messages_format import MessagesFormat
 from api.response.output_processor import ChoiceOutput
 from api.response.response_format import ResponseFormat
 from api.response.sse import EventSink, EventStream
@@ -36,10 +36,11 @@ from engine.client.request_stream import RequestStream
 from engine.protocol import FOREVER, PROTOCOL_VERSION, EngineCoreRequest, FinishReason, RequestOutline
 
 LAST_EVENT_ID = b"last-event-id"
-FORMATS: dict[str, type[ChunkFormat] | type[ResponseFormat]] = {
+FORMATS: dict[str, type[ChatFormat] | type[CompletionFormat] | type[ResponseFormat] | type[MessagesFormat]] = {
     "/v1/chat/completions": ChatFormat,
     "/v1/completions": CompletionFormat,
     "/v1/responses": ResponseFormat,
+    "/v1/messages": MessagesFormat,
 }
 
 

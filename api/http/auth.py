@@ -14,6 +14,7 @@ from api.http.key_ring import KeyRing, Principal
 from engine.config import ApiConfig
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/version", "/ping", "/metrics"})  # probes and scrapers carry no key
+API_KEY_HEADER = b"x-api-key"  # in which Anthropic's clients send it
 SALT_LEN = 32  # hex digits: 128 bits
 
 
@@ -52,7 +53,7 @@ class Authentication:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            principal = self._keys.identify(header(scope, b"authorization"))
+            principal = self._keys.identify(header(scope, b"authorization"), header(scope, API_KEY_HEADER))
             if principal is None and route_path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
                 error = Unauthorized("Invalid or missing API key.", headers={"WWW-Authenticate": "Bearer"})
                 await error_response(error)(scope, receive, send)

@@ -64,12 +64,14 @@ class KeyRing:
         """No key is asked for. A file without keys lets nobody in."""
         return not self._given and self._file is None
 
-    def identify(self, authorization: str | None) -> Principal | None:
-        """The owner of a `Bearer` header's key, or None. Takes the same time whichever key matches."""
+    def identify(self, authorization: str | None, api_key: str | None = None) -> Principal | None:
+        """The owner of the key in a `Bearer` header, else in `x-api-key`; or None. Takes the same time whichever key matches."""
         if self.open:
             return EVERYBODY
         self._look()
         scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" and api_key is not None:
+            scheme, key = "bearer", api_key
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         found: Principal | None = None
         for known, principal in (*self._given, *self._filed):

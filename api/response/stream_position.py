@@ -97,5 +97,13 @@ class StreamPosition:
         choice.num_tokens = max(choice.num_tokens, choice.made_tokens)
         choice.num_characters = max(choice.num_characters, choice.made_characters if num_characters is None else num_characters)
 
+    def tell_part(self, index: int, num_characters: int) -> None:
+        """The client has been told so many characters of the part of the choice's answer that is open."""
+        self._choices[index].begun = True
+        self._choices[index].num_characters = num_characters
+
+    def has_ended(self, index: int) -> bool:
+        return self._choices[index].ended
+
     def tell_end(self, index: int) -> None:
         self._choices[index].ended = True

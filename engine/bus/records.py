@@ -24,7 +24,7 @@ from engine.protocol import (
     decode_stored,
 )
 
-ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")  # which the id of an answer has before that of the request
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")  # which the id of an answer has before that of the request
 OUTPUT_DROPPED = "The output of this request is not in Redis any more: it gave way to newer ones."
 PAGE = 500  # records read at once
 MOST_LOOKED_AT = 10_000  # records that one listing of a tenant reads
