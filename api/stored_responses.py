@@ -50,6 +50,12 @@ async def find_response(request: Request, response_id: str) -> StoredResponse | 
     return None
 
 
+def may_be_shown(record: RecordView, recalled: Recalled) -> bool:
+    """False for a response that was deleted or not stored. Answers of other endpoints are shown as long as they are kept."""
+    kept = recalled.generation.task.kept_body
+    return not record.hidden and (not kept or bool(KeptResponse.decoded(kept).shown["store"]))
+
+
 class _AsFarAsKnown(WholeAnswer):
     """With an error where the answer broke off."""
 

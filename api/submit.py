@@ -152,7 +152,7 @@ async def _answer(request: Request, generation: Generation, make_format: MakeFor
     format = make_format(generation, service.config, None)
     if generation.task.background:
         generation.sink = Unheard(generation.close)
-        await _submit(request, generation, limits)
+        headers |= await _submit(request, generation, limits)
         return Response(format.unfinished("queued"), media_type="application/json", headers=headers)
     whole = generation.sink = WholeAnswer(generation.task.num_choices, format.tells_each_output)
     headers |= await _submit(request, generation, limits)

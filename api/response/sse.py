@@ -99,7 +99,7 @@ class EventSink:
         except Exception as error:
             self._fail(error)
         if self._last is not None and self._is_free(writer) and not self._written.done():
-            writer.write(one_line(self._last))
+            self._write_events(writer, self._last)
             self._written.set_result(None)
 
     def _drop(self, num_bytes: int) -> None:
@@ -140,7 +140,7 @@ class EventSink:
             self._flush()
 
     def _write_events(self, writer: ResponseWriter, events: bytes) -> None:
-        if events:
+        if events:  # a chunk of nothing would end the body
             writer.write(events if events.isascii() else one_line(events))
 
 

@@ -18,6 +18,7 @@ from api.continuation import continued_stream, recall, stored_answer, visible_re
 from api.errors import ApiError, NotFound, json_response
 from api.http.middleware import HEAD
 from api.routes.error_answers import ERRORS
+from api.stored_responses import may_be_shown
 from engine.bus import records
 from engine.bus.queue_place import num_before
 from engine.bus.records import Found, RecordView
@@ -76,7 +77,8 @@ async def _place(service: Service, model: str, record: RecordView) -> dict[str, 
 async def _answer(service: Service, model: str, record: RecordView) -> bytes | None:
     """JSON. None: there is no answer, or it is not kept."""
     try:
-        return await stored_answer(service, await recall(service, model, record))
+        recalled = await recall(service, model, record)
+        return await stored_answer(service, recalled) if may_be_shown(record, recalled) else None
     except ApiError:
         return None
 
@@ -93,7 +95,10 @@ async def continue_stream(
     model, record = await _find(request, request_id)
     if request.scope.get(HEAD):  # to listen would take the stream from the one that does
         return Response(media_type="text/event-stream")
-    return await continued_stream(request, await recall(service, model, record), starting_after)
+    recalled = await recall(service, model, record)
+    if not may_be_shown(record, recalled):
+        raise _unknown(request_id)
+    return await continued_stream(request, recalled, starting_after)
 
 
 @router.post("/v1/requests/{request_id}/cancel", summary="Abort a request")

@@ -32,6 +32,7 @@ class Writer(ResponseWriter):
 
     def write(self, piece: bytes) -> None:
         assert self.ready, "written while the socket takes nothing"
+        assert piece, "a chunk of nothing ends the body"
         self.room -= 1
         self.ready = self.room > 0
         self.pieces.append(piece)
@@ -73,6 +74,18 @@ class Format(AnswerFormat):
         raise NotImplementedError
 
 
+class NumberedFormat(Format):
+    """Events of single outputs. A client may have the last ones."""
+
+    opens_at_once = tells_each_output = True
+
+    def chunks(self, output: ChoiceOutput) -> bytes:
+        return b"".join(super(NumberedFormat, self).chunks(piece) for piece in output.pieces or (output,))
+
+    def closing(self) -> bytes:
+        return b""
+
+
 def say(index: int, text: str, end: bool = False) -> ChoiceOutput:
     return ChoiceOutput(index, text, [1], finish_reason=FinishReason.STOP if end else None)
 
@@ -93,6 +106,19 @@ async def test_each_output_that_shows_something_is_written_at_once() -> None:
     sink.end()
     await last
     assert writer.pieces[2:] == [b"0:.;", b"<close>" + DONE]
+
+
+async def test_a_format_may_open_at_once_and_tell_merged_outputs_one_by_one() -> None:
+    sink, writer = EventSink(NumberedFormat(), OutputBudget(1 << 20)), Writer(room=2)
+    last = await opened(sink, writer)
+    assert writer.pieces == [b"<open>"]
+    for text in "abcd":
+        sink.put(say(0, text))
+    assert writer.pieces[1:] == [b"0:a;"]
+    writer.resume()
+    sink.end()
+    await last
+    assert writer.pieces[2:] == [b"0:b;0:c;0:d;"]
 
 
 async def test_outputs_before_the_responses_head_are_merged() -> None:

@@ -28,6 +28,7 @@ RULES: list[dict[str, Any]] = [
     {"match": "think", "answer": THOUGHT},
     {"match": "hello", "answer": "Hello, world."},
 ]
+ALICE = {"Authorization": f"Bearer {KEYS['alice']}"}
 WEATHER: dict[str, Any] = {
     "type": "function",
     "name": "get_weather",
@@ -38,13 +39,13 @@ WEATHER: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """Steps of 10 ms, so that a response can be met while it runs; keys of two tenants."""
+    """Steps of 5 ms, so that a response can be met while it runs; keys of two tenants."""
     script = tmp_path_factory.mktemp("script") / "script.json"
     script.write_text(json.dumps(RULES))
     engine = ("--load-format", "scripted", "--script", str(script), "--max-model-len", "4k")
     api = ("--tool-call-parser", "hermes", "--reasoning-parser", "think", "--record-retention", "1000")
     keys = ("--api-key", f"alice={KEYS['alice']}", "--api-key", f"bob={KEYS['bob']}")
-    with LiveServer(smollm2_gguf, engine, (*api, *keys), null="step_seconds=0.01") as server:
+    with LiveServer(smollm2_gguf, engine, (*api, *keys), null="step_seconds=0.005") as server:
         yield server
 
 
@@ -220,7 +221,7 @@ def test_a_response_is_cancelled_where_it_is_in_the_background(client: openai.Op
         client.responses.cancel("resp_gone")
     running = client.responses.create(model="tiny", input="epic", background=True)
     path = f"/v1/requests/{running.id}/cancel"
-    assert server.http.post(path, headers={"Authorization": f"Bearer {KEYS['alice']}"}).json()["state"] == "ended"
+    assert server.http.post(path, headers=ALICE).json()["state"] == "ended"
     assert client.responses.retrieve(running.id).status == "cancelled"
 
 
@@ -236,12 +237,18 @@ def test_a_response_is_found_by_its_tenant_alone_where_it_is_stored_and_until_it
             error = answer.json()["error"]
             expected = (404, f"Response with id '{id}' not found.", "NotFoundError", "response_id")
             assert (answer.status_code, error["message"], error["type"], error["param"]) == expected
+    for each in (made, unstored):
+        shown = server.http.get(f"/v1/requests/{each.id}", headers=ALICE).json()["answer"]
+        assert shown == (None if each is unstored else each.to_dict())
+    assert server.http.get(f"/v1/requests/{unstored.id}/stream", headers=ALICE).status_code == 404
+    with pytest.raises(openai.BadRequestError, match="has not ended yet"):
+        client.responses.create(model="tiny", input="hello", previous_response_id=running.id)
     for each in (made, running):
         assert raw(server, "DELETE", f"/{each.id}").json() == {"id": each.id, "object": "response", "deleted": True}
         assert raw(server, "GET", f"/{each.id}").status_code == 404
         with pytest.raises(openai.NotFoundError, match=f"Previous response with id '{each.id}' not found"):
             client.responses.create(model="tiny", input="hello", previous_response_id=each.id)
-    record = server.http.get(f"/v1/requests/{running.id}", headers={"Authorization": f"Bearer {KEYS['alice']}"}).json()
+    record = server.http.get(f"/v1/requests/{running.id}", headers=ALICE).json()
     assert (record["state"], record["finish_reason"], record["answer"]) == ("ended", "abort", None)
 
 
@@ -296,6 +303,7 @@ def test_a_response_in_the_background_outlives_its_api_server_and_its_engine(cli
         process.kill()
         server.ended(process)
         server.restart_engine()
+    assert client.responses.retrieve(running.id).status in ("queued", "in_progress")
     rest = list(client.responses.retrieve(running.id, stream=True, starting_after=seen[-1].sequence_number))
     final = check_stream([*seen, *rest])
     assert (final.output_text, final.status) == (EPIC, "completed") and calm.output_text == EPIC
