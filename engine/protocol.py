@@ -20,6 +20,7 @@ from gpu.plan import GREEDY_EPSILON as GREEDY_EPSILON
 from gpu.plan import INVALID_REQUEST as INVALID_REQUEST
 from gpu.plan import Count, Int64
 from gpu.plan import SamplingParams as SamplingParams
+from gpu.plan import ThinkingBudget as ThinkingBudget
 
 READ_VERSIONS = (1, 2)  # of requests, that an engine takes; version 1 knew no failover
 WRITTEN_VERSIONS = (2,)  # of requests; an API server writes the newest of these that all live engines of the model read

@@ -42,6 +42,15 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-100.0, le=100.0)]
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
+    """Reasoning stands in the output between two marks, each a token. It is ended behind so many tokens."""
+
+    budget: Count
+    opening: TokenId
+    closing: TokenId
+    is_open: bool = False  # the prompt ends with the opening
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token of a request is chosen and when it ends; token ids only (stop strings live in the API server).
 
@@ -62,6 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: list[TokenId] = []  # empty: all
     bad_words_token_ids: list[list[TokenId]] = []
     grammar: str = ""  # of llguidance, as JSON or Lark, that the output matches; empty: any output
+    thinking: ThinkingBudget | None = None
     max_tokens: Count = 16  # resolved to the context's room when the client gave none; 0: only the prompt is scored
     min_tokens: Count = 0
     ignore_eos: bool = False

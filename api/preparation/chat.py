@@ -10,7 +10,7 @@ from api.preparation.answer_options import answer_options
 from api.preparation.rules import RequestRules
 from api.preparation.task import Task
 from api.request.prompts import Prompt, Truncation, check_truncation, render_chat, tokenize_text
-from api.request.reasoning import grammar_behind, thought_of
+from api.request.reasoning import grammar_behind, thinking_budget, thought_of
 from api.request.sampling_params import (
     OutputBudget,
     check_budget,
@@ -41,13 +41,22 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, rules: Request
     check_logprobs("top_logprobs", logprobs, model.limits)
     tools = tool_use(body, _tool_format(model, rules), model.tokenizer)
     text = chat_text(body, model, rules)
-    thought = thought_of(model.files.reasoning_format if rules.reasoning_parser == AUTO else rules.reasoning_parser, text)
+    thought = thought_of(reasoning_format(model, rules), text)
     grammar = grammar_behind(thought, tools.grammar, model.tokenizer.added_ids)
     prompt = _make_prompt(text, body, model)
     config = model.files.generation_config
     max_tokens = budget.resolve(len(prompt.token_ids), model.limits, default_max_tokens(config))
     sampling = make_sampling_params(
-        body, model.tokenizer, model.limits, rules.limits, config, max_tokens, logprobs, body.prompt_logprobs, grammar
+        body,
+        model.tokenizer,
+        model.limits,
+        rules.limits,
+        config,
+        max_tokens,
+        logprobs,
+        body.prompt_logprobs,
+        grammar,
+        thinking_budget(body.thinking_token_budget, thought, model.tokenizer.added_ids),
     )
     rules.limits.check_logprobs(sampling, len(prompt.token_ids), max_tokens * sampling.n, model.limits.vocab_size)
     if body.echo:
@@ -78,6 +87,11 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, rules: Request
 def _tool_format(model: ServedModel, rules: RequestRules) -> ToolFormat | None:
     """In which the model writes calls; None: that is not known."""
     return model.files.tool_format if rules.tool_call_parser == AUTO else FORMATS.get(rules.tool_call_parser)
+
+
+def reasoning_format(model: ServedModel, rules: RequestRules) -> str:
+    """In which the model writes its reasoning; "": that is not known."""
+    return model.files.reasoning_format if rules.reasoning_parser == AUTO else rules.reasoning_parser
 
 
 def chat_text(body: TemplateFields, model: ServedModel, rules: RequestRules) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from api.model_files import ServedModel
-from api.preparation.chat import chat_text, prepare_chat
+from api.preparation.chat import chat_text, prepare_chat, reasoning_format
 from api.preparation.rules import RequestRules
 from api.preparation.task import Task
 from api.request.messages_chat import as_chat
 from api.request.messages_schemas import CountTokensRequest, MessagesRequest
+from api.request.reasoning import marks_are_tokens
 from api.request.tools import check_tools_are_served
 from api.request.validation import check_template_fields
 
@@ -17,8 +18,11 @@ ENDPOINT = "/v1/messages"
 
 
 def prepare_message(body: MessagesRequest, model: ServedModel, rules: RequestRules) -> Task:
-    """Raises BadRequest."""
-    return prepare_chat(as_chat(body), model, rules, ENDPOINT)
+    """Its thinking budget counts where the model can keep it: clients send one to any model. Raises BadRequest."""
+    chat = as_chat(body)
+    if not marks_are_tokens(reasoning_format(model, rules), model.tokenizer.added_ids):
+        chat.thinking_token_budget = None
+    return prepare_chat(chat, model, rules, ENDPOINT)
 
 
 def counted(body: CountTokensRequest, model: ServedModel, rules: RequestRules) -> bytes:

@@ -31,7 +31,7 @@ def as_chat(body: Conversation) -> ChatCompletionRequest:
     if fields["messages"] and _is_begun(body.messages[-1]):
         fields |= {"add_generation_prompt": False, "continue_final_message": True}
     if isinstance(body, MessagesRequest):
-        _check_thinking(body)
+        fields["thinking_token_budget"] = _thinking_budget(body)
         sampling = {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
         fields |= sampling | {name: getattr(body, name) for name in ("temperature", "top_k", "top_p")}
         if body.metadata is not None:
@@ -60,14 +60,15 @@ def _template_fields(body: Conversation) -> dict[str, Any]:
     return fields
 
 
-def _check_thinking(body: MessagesRequest) -> None:
+def _thinking_budget(body: MessagesRequest) -> int | None:
     thinking = body.thinking
     if thinking is None or thinking.type != "enabled":
-        return
+        return None
     budget = thinking.budget_tokens
     if budget is None or not LEAST_THINKING <= budget < body.max_tokens:
         message = f"thinking.budget_tokens must be at least {LEAST_THINKING} and less than max_tokens."
         raise BadRequest(message, param="thinking.budget_tokens")
+    return budget
 
 
 def _tools(tools: list[Tool] | None, choice: ToolChoice | None) -> dict[str, Any]:

@@ -6,7 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from api.errors import BadRequest
 from api.text.reasoning import REASONING_FORMATS
+from engine.protocol import ThinkingBudget
+
+INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,26 @@ def thought_of(format: str, prompt: str) -> Thought:
         return Thought()
     end = prompt.rstrip()
     return Thought(format, end.endswith(marks.opening), end.endswith(marks.closing))
+
+
+def marks_are_tokens(format: str, token_ids: Mapping[str, int]) -> bool:
+    """Whether the marks of a reasoning format are tokens of their own, so that the engine can tell them."""
+    marks = REASONING_FORMATS.get(format)
+    return marks is not None and marks.opening in token_ids and marks.closing in token_ids
+
+
+def thinking_budget(budget: int | None, thought: Thought, token_ids: Mapping[str, int]) -> ThinkingBudget | None:
+    """For an answer whose reasoning may have `budget` tokens; None and -1: any number. `token_ids`: of texts that are tokens by
+    themselves. Raises BadRequest."""
+    if budget is None or budget == -1 or thought.is_over:
+        return None
+    if not 0 <= budget <= INT32_MAX:
+        raise BadRequest(f"thinking_token_budget must be -1 or from 0 to {INT32_MAX}, got {budget}.", param="thinking_token_budget")
+    if not marks_are_tokens(thought.format, token_ids):
+        message = "thinking_token_budget needs a model that marks its reasoning with tokens made for that; this one does not."
+        raise BadRequest(message, param="thinking_token_budget")
+    marks = REASONING_FORMATS[thought.format]
+    return ThinkingBudget(budget, token_ids[marks.opening], token_ids[marks.closing], thought.is_open)
 
 
 def grammar_behind(thought: Thought, grammar: str, token_ids: Mapping[str, int]) -> str:

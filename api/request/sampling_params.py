@@ -19,7 +19,7 @@ from api.errors import BadRequest
 from api.request.limits import RequestLimits
 from api.request.schemas import SamplingFields
 from api.text.tokenizer import TextTokenizer
-from engine.protocol import GREEDY_EPSILON, SamplingParams
+from engine.protocol import GREEDY_EPSILON, SamplingParams, ThinkingBudget
 
 logger = logging.getLogger("headrace.api")
 
@@ -74,9 +74,10 @@ def make_sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
     grammar: str = "",
+    thinking: ThinkingBudget | None = None,
 ) -> SamplingParams:
     """All of `request` that the engine needs, checked. `max_tokens` is resolved; logprobs come in the endpoint's own fields;
-    `grammar` is that of the output."""
+    `grammar` is that of the output, `thinking` of its reasoning."""
     values = _Values(request, generation_config)
     _check_numbers(values, request.min_tokens, max_tokens)
     for field, count in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
@@ -96,6 +97,7 @@ def make_sampling_params(
         logit_bias=_logit_bias(request.logit_bias, limits.vocab_size),
         allowed_token_ids=_allowed_token_ids(request.allowed_token_ids, limits.vocab_size),
         grammar=grammar,
+        thinking=thinking,
         bad_words_token_ids=_bad_words(request.bad_words or [], tokenizer, request_limits),
         max_tokens=max_tokens,
         min_tokens=request.min_tokens,

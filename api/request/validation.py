@@ -60,7 +60,7 @@ def _check_common(request: SamplingFields, limits: RequestLimits) -> None:
     _check_salt(request.cache_salt)
     if request.use_beam_search:
         raise BadRequest("Beam search is not supported.", param="use_beam_search")
-    for field in ("logprob_token_ids", "repetition_detection", "thinking_token_budget"):
+    for field in ("logprob_token_ids", "repetition_detection"):
         if getattr(request, field):
             raise BadRequest(f"{field} is not supported.", param=field)
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from api.errors import ApiError, BadRequest, Conflict, DeadlineExceeded, GenerationError, as_api_error, sanitize_message
 from api.preparation.task import Task
 from api.response.logprobs import PromptLogprobsCollector
-from api.response.message_parts import marks
+from api.response.message_parts import marks, reasoning_counter
 from api.response.output_processor import Choice, ChoiceOutput
 from api.response.usage import Usage
 from engine.client.request_stream import RequestStream
@@ -91,7 +91,13 @@ class Generation:
             sum(len(run.prompt.token_ids) for run in self.runs),
             sum(choice.num_tokens for choice in self.choices),
             sum(run.final.num_cached_tokens for run in self.runs if run.final is not None),
+            self._num_reasoning_tokens(),
         )
+
+    def _num_reasoning_tokens(self) -> int | None:
+        """None: nothing is told apart."""
+        counts = [choice.reasoning.num_tokens for choice in self.choices if choice.reasoning is not None]
+        return sum(counts) if counts else None
 
     @property
     def num_before(self) -> int | None:
@@ -218,6 +224,7 @@ class PromptRun:
             sampling.min_tokens,
             frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(sampling.eos_token_ids)),
             echo_len,
+            reasoning_counter(answer),
         )
 
     def echo_text(self) -> str:

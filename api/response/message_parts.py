@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from api.response.output_processor import ChoiceOutput
-from api.text.reasoning import REASONING_FORMATS, ReasoningSplitter
+from api.text.reasoning import REASONING_FORMATS, ReasoningCounter, ReasoningSplitter
 from api.tools.formats import FORMATS
 from api.tools.parser import ToolDelta, ToolParser
 from engine.protocol import AnswerOptions, FinishReason
@@ -32,6 +32,12 @@ def marks(answer: AnswerOptions) -> tuple[str, ...]:
         *(tool_format.marks if tool_format is not None else ()),
         *((reasoning.opening, reasoning.closing) if reasoning is not None else ()),
     )
+
+
+def reasoning_counter(answer: AnswerOptions) -> ReasoningCounter | None:
+    """For one choice; None: no reasoning is looked for."""
+    reasoning = REASONING_FORMATS.get(answer.reasoning_format)
+    return ReasoningCounter(reasoning, answer.reasoning_open) if reasoning is not None else None
 
 
 class MessageReader:

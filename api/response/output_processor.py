@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from api.text.detokenizer import Detokenizer
+from api.text.reasoning import ReasoningCounter
 from api.text.stop_strings import StopMatch, StopMatcher
 from engine.protocol import FinishedOutput, FinishReason, OutputLogprobs, decode_column
 
@@ -104,8 +105,10 @@ class Choice:
         min_tokens: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
         text_offset: int = 0,
+        reasoning: ReasoningCounter | None = None,
     ) -> None:
         self.index = index
+        self.reasoning = reasoning  # None: the answer has none
         self.num_tokens = 0  # of the answer: tokens behind a stop string do not count
         self.finish_reason: FinishReason | None = None  # once it has ended
         self.last_token = 0.0  # epoch seconds; 0: none has come
@@ -122,6 +125,8 @@ class Choice:
         self.num_tokens += 1
         text = "" if token_id in self._hidden_ids else self._detokenizer.push(token_id)
         output = ChoiceOutput(self.index, text, (token_id,))
+        if self.reasoning is not None:
+            self.reasoning.feed(text)
         if logprobs is not None:
             output.logprobs = (TokenLogprobs.from_output(logprobs, self._text_offset),)
         self._text_offset += len(text)

@@ -13,6 +13,7 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None  # of the completion's; None: they are not told apart
 
     def as_json(self, with_details: bool = False) -> dict[str, Any]:
         usage: dict[str, Any] = {
@@ -21,4 +22,6 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens} if with_details else None,
         }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         return usage

@@ -22,6 +22,24 @@ def reasoning_format_of_template(source: str) -> str:
     return next((name for name, format in REASONING_FORMATS.items() if format.closing in source), "")
 
 
+class ReasoningCounter:
+    """Counts the tokens up to the end of the reasoning, its marks among them."""
+
+    def __init__(self, format: ReasoningFormat, is_open: bool) -> None:
+        self._splitter = ReasoningSplitter(format, is_open)
+        self._num_tokens = 0
+
+    def feed(self, text: str) -> None:
+        """The text of the next token, which may be empty."""
+        if not self._splitter.is_closed:
+            self._splitter.feed(text)
+            self._num_tokens += 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens if self._splitter.has_reasoning else 0
+
+
 class ReasoningSplitter:
     """`is_open`: the prompt ends with the opening. Blanks around the reasoning belong neither to it nor to the content."""
 
@@ -33,6 +51,15 @@ class ReasoningSplitter:
         self._behind = False  # the closing was there
         self._told = False  # some reasoning
         self._held = ""  # characters that have told nothing yet
+
+    @property
+    def has_reasoning(self) -> bool:
+        return self._in_reasoning or self._behind
+
+    @property
+    def is_closed(self) -> bool:
+        """No reasoning comes any more."""
+        return self._behind or self.is_done
 
     def feed(self, text: str) -> tuple[str, str]:
         """The reasoning that `text` adds, and the content behind it."""

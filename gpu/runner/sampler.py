@@ -1,7 +1,7 @@
 """From logits to tokens: what each row's SamplingParams ask, in vLLM's order.
 
-Grammar, allowed ids, bad words, min_tokens, logit bias, penalties, temperature, min-p, top-k, top-p, then argmax with Gumbel noise
-(or without, where the row is greedy). A feature that no row of the batch asks for costs one look at a flag column.
+Grammar, allowed ids, bad words, min_tokens, logit bias, thinking budget, penalties, temperature, min-p, top-k, top-p, then argmax
+with Gumbel noise (or without, where the row is greedy). A feature that no row of the batch asks for costs one look at a flag.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Sampler:
             apply_token_mask(logits, *(torch.from_numpy(x).to(logits.device) for x in (masks.places, masks.masks)))
             failed |= masks.failed
         table.rules.apply(logits, rows, histories)
+        table.thinking.apply(logits, rows, histories)
         _apply_penalties(logits, rows, table, histories)
         greedy = table.greedy[rows]
         if greedy.all():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gpu.plan import SamplingParams
+from gpu.runner.thinking import ThinkingBudgets
 from gpu.runner.token_rules import TokenRules
 
 REPETITION_RANGE = (1e-30, 1e30)  # well inside float32's 1e+-38, so that logits stay finite
@@ -28,6 +29,7 @@ class SamplingTable:
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)  # -1: none wanted
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int32)
         self.rules = TokenRules(max_num_seqs, vocab_size)
+        self.thinking = ThinkingBudgets(vocab_size)
 
     def set(self, row: int, sampling: SamplingParams, seed: int) -> str | None:
         """Fills a row. Returns why it cannot be sampled when its parameters name tokens that the model does not have."""
@@ -45,10 +47,11 @@ class SamplingTable:
         self.num_logprobs[row] = self._count(sampling.logprobs)
         self.num_prompt_logprobs[row] = self._count(sampling.prompt_logprobs)
         self.rules.clear(row)
-        return self.rules.set(row, sampling)
+        return self.rules.set(row, sampling) or self.thinking.set(row, sampling.thinking)
 
     def clear(self, row: int) -> None:
         self.rules.clear(row)
+        self.thinking.clear(row)
 
     def _count(self, wanted: int | None) -> int:
         if wanted is None:
