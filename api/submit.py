@@ -63,8 +63,8 @@ async def generate(
     service = service_of(request)
     _admit(service)
     limits = time_limits(request.scope, body, service.config)
-    key, grace = idempotency_key(request.scope), grace_time(request.scope, body.resumable, service.config)
-    if key and (earlier := await _earlier(request, key)) is not None:
+    grace = grace_time(request.scope, body.resumable, service.config)
+    if (earlier := await earlier_answer(request)) is not None:
         return earlier
     model = await service.resolve(body.model)
     _check_queue(request, model)
@@ -76,9 +76,11 @@ async def generate(
         return await _repeat(request, task.model.canonical_name, repeated)
 
 
-async def _earlier(request: Request, key: str) -> Response | None:
-    """The answer of the request that was sent with this key before, where it lives or has ended well."""
-    service = service_of(request)
+async def earlier_answer(request: Request) -> Response | None:
+    """The answer of the request that was sent with the same Idempotency-Key before, where it lives or has ended well."""
+    service, key = service_of(request), idempotency_key(request.scope)
+    if not key:
+        return None
     models = sorted(service.client.directory.known_models)
     found = await service.bus.run(records.repeated(models, principal_of(request).tenant, key))
     if found is None:

@@ -10,13 +10,10 @@ from typing import Any
 from api.errors import BadRequest
 from api.request.response_items import Item, messages_of
 from api.request.response_schemas import MOST_REFERENCES, ResponsesRequest, TextFormat
+from api.request.response_tools import function_choice, function_tools, shown_tool
 from api.request.schemas import (
     ChatCompletionRequest,
     ChatMessage,
-    FunctionDefinition,
-    FunctionTool,
-    NamedFunction,
-    NamedToolChoice,
     ResponseFormat,
 )
 
@@ -76,8 +73,8 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item]) -> ChatCompletio
     wants_logprobs = LOGPROBS in (body.include or ())
     made: dict[str, Any] = {
         "messages": messages,
-        "tools": _tools(body),
-        "tool_choice": _tool_choice(body),
+        "tools": function_tools(body.tools or ()),
+        "tool_choice": function_choice(body.tool_choice, bool(body.tools)),
         "response_format": _response_format(body.text.format) if body.text is not None and body.text.format is not None else None,
         "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
         "max_completion_tokens": body.max_output_tokens,
@@ -91,47 +88,6 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item]) -> ChatCompletio
 def _defaults() -> dict[str, Any]:
     fields = ChatCompletionRequest.model_fields.items()
     return {name: field.get_default(call_default_factory=True) for name, field in fields if not field.is_required()}
-
-
-def _tools(body: ResponsesRequest) -> list[FunctionTool] | None:
-    """None for an empty list, which OpenAI's API takes for no tools."""
-    return [_tool(tool, f"tools.{place}") for place, tool in enumerate(body.tools or ())] or None
-
-
-def _tool(tool: dict[str, Any], param: str) -> FunctionTool:
-    kind, name, parameters, description = (tool.get(field) for field in ("type", "name", "parameters", "description"))
-    if kind != "function":
-        message = f"{param}: tools of type {str(kind)[:64]!r} are not supported: this server takes functions, and runs no tools."
-        raise BadRequest(message, param=f"{param}.type")
-    if not isinstance(name, str):
-        raise BadRequest(f"{param}.name must be a text.", param=f"{param}.name")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise BadRequest(f"{param}.parameters must be an object.", param=f"{param}.parameters")
-    if description is not None and not isinstance(description, str):
-        raise BadRequest(f"{param}.description must be a text.", param=f"{param}.description")
-    if not isinstance(tool.get("strict"), bool | None):
-        raise BadRequest(f"{param}.strict must be true or false.", param=f"{param}.strict")
-    given: dict[str, Any] = {"name": name}
-    if description is not None:
-        given["description"] = description
-    if parameters is not None:
-        given["parameters"] = parameters
-    if tool.get("strict") is not None:
-        given["strict"] = tool["strict"]
-    return FunctionTool(type="function", function=FunctionDefinition(**given))
-
-
-def _tool_choice(body: ResponsesRequest) -> str | NamedToolChoice | None:
-    choice = body.tool_choice
-    if isinstance(choice, dict):
-        name = choice.get("name")
-        if choice.get("type") != "function":
-            message = f"tool_choice of type {str(choice.get('type'))[:64]!r} is not supported: name a function."
-            raise BadRequest(message, param="tool_choice.type")
-        if not isinstance(name, str):
-            raise BadRequest("tool_choice.name must be a text.", param="tool_choice.name")
-        return NamedToolChoice(function=NamedFunction(name=name))
-    return None if choice == "auto" and not body.tools else choice
 
 
 def _response_format(format: TextFormat) -> ResponseFormat:
@@ -176,14 +132,9 @@ def shown_fields(body: ResponsesRequest) -> dict[str, Any]:
         "temperature": body.temperature,
         "text": {"format": format, "verbosity": (text.verbosity if text is not None else None) or "medium"},
         "tool_choice": "auto" if choice is None else choice,
-        "tools": [_shown_tool(tool) for tool in body.tools or ()],
+        "tools": [shown_tool(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
-
-
-def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    given = {name: tool.get(name) for name in ("name", "description", "parameters")}
-    return {"type": "function", **given, "strict": bool(tool.get("strict"))}

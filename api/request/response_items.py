@@ -7,6 +7,7 @@ from typing import Any
 
 from api.errors import BadRequest
 from api.request.response_schemas import is_reference
+from api.request.response_tools import joined_name
 from api.request.schemas import ChatMessage
 
 Item = dict[str, Any]
@@ -53,6 +54,8 @@ def _checked(item: Item, param: str, referred: Mapping[str, Item]) -> Item:
         case "function_call":
             texts = {name: _text(item, name, param) for name in ("call_id", "name", "arguments")}
             checked = {"type": kind, **texts, "status": "completed"}
+            if item.get("namespace") is not None:
+                checked["namespace"] = _text(item, "namespace", param)
         case "function_call_output":
             output = item.get("output")
             if not isinstance(output, str):
@@ -135,7 +138,8 @@ def messages_of(items: Sequence[Item]) -> list[ChatMessage]:
             case "function_call":
                 if last.get("role") != "assistant":
                     messages.append({"role": "assistant", "content": None})
-                function = {"name": item["name"], "arguments": item["arguments"]}
+                name = joined_name(item.get("namespace"), item["name"])
+                function = {"name": name, "arguments": item["arguments"]}
                 messages[-1].setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
             case "function_call_output":
                 output = item["output"]

@@ -6,7 +6,7 @@ same events at any API server, however late they come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from api.request.response_items import Item, item_id
@@ -32,9 +32,13 @@ class _OpenItem:
 
 
 class OutputItems:
-    """`request_id`: what the ids of items are made of. `shown`: how logprobs are shown; None: they are not."""
+    """`request_id`: what the ids of items are made of. `shown`: how logprobs are shown; None: they are not. `namespaces`: as of
+    `api.request.response_tools`."""
 
-    def __init__(self, reader: MessageReader, request_id: str, shown: Shown | None) -> None:
+    def __init__(
+        self, reader: MessageReader, request_id: str, shown: Shown | None, namespaces: Mapping[str, tuple[str, str]] | None = None
+    ) -> None:
+        self._namespaces = namespaces or {}
         self.items: list[Item] = []  # done ones, and the open one as it began
         self._reader = reader
         self._request_id = request_id
@@ -86,7 +90,10 @@ class OutputItems:
     def _begin_call(self, events: list[Event], part: dict[str, Any]) -> None:
         self._close(events)
         self._untold.clear()
-        item = {"type": "function_call", "call_id": part["id"], "name": part["function"]["name"], "arguments": ""}
+        name = part["function"]["name"]
+        item = {"type": "function_call", "call_id": part["id"], "name": name, "arguments": ""}
+        if name in self._namespaces:
+            item["namespace"], item["name"] = self._namespaces[name]
         self._calls[part["index"]] = self._begin(events, item, None, "function_call_arguments")
 
     def _begin(self, events: list[Event], item: Item, part: Item | None, kind: str) -> _OpenItem:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from api.errors import ApiError, BadRequest, Conflict, ServiceUnavailable
 from api.request.kept_response import KeptResponse
 from api.request.response_schemas import ID_PREFIX
+from api.request.response_tools import namespaces
 from api.response.answer_format import AnswerFormat
 from api.response.chunk_format import LONG_TOKENS, encode_json
 from api.response.generation import Generation
@@ -40,7 +41,8 @@ class ResponseFormat(AnswerFormat):
         self._is_open = False  # the last of the opening events was made
         wanted, formatter = task.answer.logprobs, LogprobsFormatter(task.model.tokenizer, task.answer.tokens_as_ids)
         shown = None if wanted is None else lambda entries: formatter.chat(entries, wanted)["content"]
-        self._output = OutputItems(MessageReader(task.answer, request_id, 0), request_id, shown)
+        reader, names = MessageReader(task.answer, request_id, 0), namespaces(self._kept.shown["tools"])
+        self._output = OutputItems(reader, request_id, shown, names)
         self._reason = FinishReason.STOP  # of the choice, once it has ended
 
     @classmethod

@@ -20,7 +20,7 @@ from api.request.response_schemas import ID_PREFIX, ResponsesRequest
 from api.response.response_format import ResponseFormat
 from api.routes.error_answers import ERRORS
 from api.stored_responses import StoredResponse, find_response, past_of, response_now
-from api.submit import generate
+from api.submit import earlier_answer, generate
 from engine.bus import records
 
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
@@ -35,6 +35,8 @@ class CancelTimeout(ApiError):
 
 @router.post("/v1/responses", summary="Create a response", openapi_extra=PARAMETERS)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    if (earlier := await earlier_answer(request)) is not None:  # what it went on from may be gone
+        return earlier
     past = await past_of(request, body.previous_response_id, body.references)
     return await generate(request, body, partial(prepare_response, past=past), ResponseFormat)
 

@@ -27,9 +27,6 @@ approval_policy = "never"
 sandbox_mode = "danger-full-access"
 web_search = "disabled"
 
-[features]
-multi_agent = false
-
 [model_providers.headrace]
 name = "headrace"
 base_url = "{url}/v1"

@@ -10,6 +10,7 @@ NO_IMAGE = "input.0.content.0: content parts of type 'input_image' are not suppo
 NO_FILE = "input.0.content.0: content parts of type 'input_file' are not supported: this server takes text only."
 NO_SEARCH = "tools.0: tools of type 'web_search' are not supported: this server takes functions, and runs no tools."
 NO_MCP = "tools.0: tools of type 'mcp' are not supported: this server takes functions, and runs no tools."
+NO_INNER = "tools.0.tools.0: tools of type 'None' are not supported: this server takes functions, and runs no tools."
 NO_CALL_ITEM = (
     "input.0: items of type 'web_search_call' are not supported: this server takes message, function_call, function_call_output, "
     "reasoning and item_reference."
@@ -61,6 +62,8 @@ CASES: list[tuple[dict[str, Any], str, str]] = [  # members of the body, and the
     ({"input": [{"type": "item_reference", "id": "msg_gone_0"}]}, NO_REFERENCE, "input.0.id"),
     ({"tools": [{"type": "web_search"}]}, NO_SEARCH, "tools.0.type"),
     ({"tools": [{"type": "mcp", "server_label": "a"}]}, NO_MCP, "tools.0.type"),
+    ({"tools": [{"type": "namespace", "name": "n"}]}, "tools.0.tools must be a list of functions.", "tools.0.tools"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{}]}]}, NO_INNER, "tools.0.tools.0.type"),
     ({"tools": [{"type": "function"}]}, "tools.0.name must be a text.", "tools.0.name"),
     ({"tools": [{**F, "name": "a b"}]}, BAD_NAME, "tools.0.name"),
     ({"tools": [{**F, "parameters": []}]}, "tools.0.parameters must be an object.", "tools.0.parameters"),

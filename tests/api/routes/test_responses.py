@@ -21,6 +21,7 @@ EPIC = " ".join(f"Verse {number} of the epic." for number in range(25))
 THOUGHT = "<think>\nWhat is it?\n\nTwo.\n</think>\n\nIt is 2."
 RULES: list[dict[str, Any]] = [
     {"match": r"weather in (\w+)", "answer": [CALL.replace("Rome", r"\1"), r"It is sunny in \1."]},
+    {"match": r"clouds over (\w+)", "answer": [CALL.replace("get", "sky__get").replace("Rome", r"\1"), r"None over \1."]},
     {"match": "thank you", "answer": "Any time."},
     {"match": "object", "answer": '{"a": 1}'},
     {"match": "poem", "answer": LONG},
@@ -168,6 +169,16 @@ def test_a_loop_of_tools_goes_on_from_the_previous_response(client: openai.OpenA
     assert client.responses.create(model="tiny", input=whole, tools=[WEATHER], store=False).output_text == "It is sunny in Rome."
     references: Any = [{"type": "item_reference", "id": items[0].id}, {"id": call.id}, result]
     assert client.responses.create(model="tiny", input=references, tools=[WEATHER]).output_text == "It is sunny in Rome."
+
+
+def test_a_function_in_a_namespace_is_called_by_both_names(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "namespace", "name": "sky", "description": "Weather", "tools": [WEATHER]}]
+    body: dict[str, Any] = {"model": "tiny", "tools": tools, "input": "clouds over Rome"}
+    final = check_stream(list(client.responses.create(**body, stream=True)))
+    (call,) = final.output
+    assert (call.namespace, call.name, json.loads(call.arguments)) == ("sky", "get_weather", {"city": "Rome"})
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "none"}
+    assert client.responses.create(**{**body, "input": [result]}, previous_response_id=final.id).output_text == "None over Rome."
 
 
 def test_input_items_come_in_pages(client: openai.OpenAI) -> None:
