@@ -26,7 +26,7 @@ SAME = (  # fields of both bodies
     *("model", "stream", "priority", "request_id", "cache_salt", "user", "temperature", "top_p", "top_k", "min_p"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "min_tokens", "logit_bias", "skip_special_tokens", "structured_outputs"),
-    *("chat_template_kwargs", "parallel_tool_calls"),
+    *("chat_template_kwargs", "thinking_token_budget", "parallel_tool_calls"),
 )
 _CHAT_NAMES = {  # in messages and `param` of errors, and what the client of a response calls them
     "max_completion_tokens": "max_output_tokens",

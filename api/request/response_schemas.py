@@ -81,6 +81,7 @@ class ResponsesRequest(RequestFields):
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Integer | None = None
 
     # Known, and refused with a clear word when they ask for anything (api.request.response_chat).
     prompt: Any = None

@@ -128,7 +128,9 @@ def test_a_stream_tells_what_the_whole_answer_has_and_so_does_a_look_at_it(clien
 
 
 def test_an_answer_has_its_reasoning_calls_and_logprobs(client: openai.OpenAI) -> None:
-    thought, message = client.responses.create(model="tiny", **BODIES["reasoning"]).output
+    reasoned = client.responses.create(model="tiny", **BODIES["reasoning"])
+    thought, message = reasoned.output
+    assert reasoned.usage is not None and 8 < reasoned.usage.output_tokens_details.reasoning_tokens < reasoned.usage.output_tokens
     assert thought.type == "reasoning" and thought.content and thought.content[0].text == "What is it?\n\nTwo."
     assert message.type == "message" and message.content[0].to_dict()["text"] == "It is 2."
     (call,) = client.responses.create(model="tiny", **BODIES["a call"]).output
