@@ -68,13 +68,16 @@ def _check_metadata(metadata: dict[str, str]) -> None:
 def chat_request(body: ResponsesRequest, items: Sequence[Item]) -> ChatCompletionRequest:
     """`items`: the whole conversation, checked. Raises BadRequest."""
     messages = messages_of(items)
-    if body.instructions is not None:
+    if not messages:
+        raise BadRequest("input must have a message, a function's call or its output.", param="input")
+    if body.instructions:
         messages.insert(0, ChatMessage(role="system", content=body.instructions))
     wants_logprobs = LOGPROBS in (body.include or ())
+    tools = function_tools(body.tools or ())
     made: dict[str, Any] = {
         "messages": messages,
-        "tools": function_tools(body.tools or ()),
-        "tool_choice": function_choice(body.tool_choice, bool(body.tools)),
+        "tools": tools,
+        "tool_choice": function_choice(body.tool_choice, bool(tools)),
         "response_format": _response_format(body.text.format) if body.text is not None and body.text.format is not None else None,
         "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
         "max_completion_tokens": body.max_output_tokens,

@@ -1,4 +1,4 @@
-"""Requests made up from the OpenAPI document: none gets a 5xx, and all errors have OpenAI's form."""
+"""Requests made up from the OpenAPI document: none gets a 5xx, and all errors have the form of their API."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from tests.api.live_server import LiveServer
 OPERATIONS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
     ("POST", "/v1/responses"),
     ("GET", "/v1/responses/{response_id}"),
     ("DELETE", "/v1/responses/{response_id}"),
@@ -77,7 +79,7 @@ def test_made_up_requests_get_no_5xx(null_server: LiveServer, schema: Any, metho
 
 
 def send(client: httpx.Client, case: Case) -> httpx.Response:
-    if isinstance(case.body, dict) and case.path.endswith(("completions", "responses")):
+    if isinstance(case.body, dict) and case.path.endswith(("completions", "responses", "messages")):
         for field, most in DEAR.items():
             if case.body.get(field) is None or case.body[field] in SLOW:
                 case.body[field] = most
@@ -92,6 +94,9 @@ def check(answer: httpx.Response, mode: GenerationMode) -> None:
     assert answer.status_code < 500, answer.text
     if answer.status_code >= 400:
         error = answer.json()["error"]
+        assert error["message"]
+        if answer.request.url.path.startswith("/v1/messages"):
+            assert error.keys() == {"type", "message"}  # Anthropic's form
+            return
         assert error.keys() == {"message", "type", "param", "code"}
         assert error["code"] == answer.status_code
-        assert error["message"]

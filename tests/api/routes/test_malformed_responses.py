@@ -57,6 +57,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [  # members of the body, and the
     (call(arguments={}), "input.0.arguments must be a text.", "input.0.arguments"),
     (call(id=5), "input.0.id must be a text.", "input.0.id"),
     ({"input": [{"type": "function_call_output", "call_id": "c"}]}, NO_OUTPUT, "input.0.output"),
+    ({"input": [{"type": "reasoning", "summary": []}]}, "input must have a message, a function's call or its output.", "input"),
     ({"input": [{"type": "reasoning", "summary": "x"}]}, "input.0.summary must be a list of parts.", "input.0.summary"),
     ({"input": [{"type": "web_search_call", "id": "ws"}]}, NO_CALL_ITEM, "input.0.type"),
     ({"input": [{"type": "item_reference", "id": "msg_gone_0"}]}, NO_REFERENCE, "input.0.id"),
