@@ -31,6 +31,7 @@ from api.response.answer_format import AnswerFormat
 from api.response.generation import Generation
 from api.response.sse import EventSink, EventStream
 from api.response.stream_position import StreamPosition
+from api.service_tiers import in_tier, used_tier
 from api.stored_responses import response_now
 from api.time_limits import TimeLimits, time_limits
 from engine.bus import records
@@ -69,6 +70,8 @@ async def generate(
     model = await service.resolve(body.model)
     _check_queue(request, model)
     task = prepare(body, model, service.rules) if in_place else await service.prepare(request, prepare, body, model)
+    if task.tier:
+        task = in_tier(task, used_tier(task.tier, principal_of(request).tenant, service.config))
     generation = _make_generation(request, task, body.request_id, FOREVER if task.background else grace)
     try:
         return await _answer(request, generation, format, limits)
@@ -197,6 +200,7 @@ async def _submit(request: Request, generation: Generation, limits: TimeLimits) 
         timeout=limits.total,
         queue_timeout=limits.waiting,
         kept_body=task.kept_body,
+        tier=task.tier,
     )
     requests = _engine_requests(request.scope, principal_of(request), service.client, generation, facts)
     client, model = service.client, task.model.canonical_name

@@ -124,6 +124,10 @@ class ApiConfig:
     tenant_weight: list[str] = option(
         list, "NAME=WEIGHT: share of a key's tenant in the engines and in the queue, against the others' 1; repeatable"
     )
+    priority_tenant: list[str] = option(
+        list,
+        "NAME: a key's tenant that may ask for the service tier `priority`; repeatable. Without keys everybody may",
+    )
     record_retention: int = option(3600, "seconds for which the record of an ended request is kept, whichever process ended it")
     resumable_grace: float = option(
         60.0, "seconds that a resumable request, or one with an Idempotency-Key, goes on when no client listens to it"

@@ -78,6 +78,7 @@ class AnswerOptions(msgspec.Struct, array_like=True, frozen=True):
     reasoning_format: str = ""  # in which a chat's answer has reasoning; "": none is looked for
     reasoning_open: bool = False  # the answer begins with reasoning, whose opening the prompt has
     reasoning_hidden: bool = False  # the answer does not show it
+    service_tier: str = ""  # that the answer shows; "": none was asked for
 
 
 class RequestFacts(msgspec.Struct, array_like=True, frozen=True):
@@ -100,6 +101,7 @@ class RequestFacts(msgspec.Struct, array_like=True, frozen=True):
     timeout: float = 0.0  # seconds after its enqueue at which the request ends, however far it is; 0.0: never
     queue_timeout: float = 0.0  # seconds that it may wait for an engine; 0.0: for as long as it takes
     kept_body: bytes = b""  # what answers repeat of the HTTP request's body, and later requests may refer to; the endpoint's JSON
+    tier: str = ""  # service tier: "priority" is taken before "", and "flex" behind it
 
 
 OUTLINE_TOKENS = 16  # of a prompt's end: text begins in the middle of a character or a word where the prompt leaves one

@@ -75,7 +75,7 @@ def show_request(request: Request, others: Sequence[Request]) -> None:
         ("endpoint", record.endpoint + (", streaming" if record.stream else "")),
         ("tenant", record.tenant),
         ("engine", record.engine),
-        ("priority", str(record.priority)),
+        ("priority", str(record.priority) + (f", service tier {record.tier}" if record.tier else "")),
         ("before it", _place(request)),
         ("prompt", f"{record.prompt_tokens} tokens, {record.cached_tokens} of them from the prefix cache"),
         (

@@ -80,6 +80,7 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, rules: Request
         ),
         stream=bool(body.stream),
         priority=body.priority,
+        tier=body.service_tier or "",
         cache_salt=body.cache_salt or "",
     )
 

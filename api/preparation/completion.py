@@ -52,6 +52,7 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, rules: Reque
         answer=replace(answer_options(body, rules, body.logprobs), echo=bool(body.echo)),
         stream=bool(body.stream),
         priority=body.priority,
+        tier=body.service_tier or "",
         cache_salt=body.cache_salt or "",
     )
 

@@ -19,6 +19,7 @@ class Task(msgspec.Struct, frozen=True):
     answer: AnswerOptions = AnswerOptions()
     stream: bool = False
     priority: int = 0
+    tier: str = ""  # service tier that the body asks for; "": none
     cache_salt: str = ""  # of the body; the engine's is derived from it and the tenant
     kept_body: bytes = b""  # as in `RequestFacts`
     background: bool = False  # it goes on to its end without a client

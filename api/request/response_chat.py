@@ -81,6 +81,7 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item]) -> ChatCompletio
         "response_format": _response_format(body.text.format) if body.text is not None and body.text.format is not None else None,
         "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
         "max_completion_tokens": body.max_output_tokens,
+        "service_tier": body.service_tier,
         "logprobs": wants_logprobs,
         "top_logprobs": body.top_logprobs or 0 if wants_logprobs else 0,
     }
@@ -130,7 +131,6 @@ def shown_fields(body: ResponsesRequest) -> dict[str, Any]:
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": reasoning.summary if reasoning else None},
         "safety_identifier": body.safety_identifier,
-        "service_tier": "default" if body.service_tier in (None, "auto") else body.service_tier,
         "store": body.store is not False,
         "temperature": body.temperature,
         "text": {"format": format, "verbosity": (text.verbosity if text is not None else None) or "medium"},

@@ -118,6 +118,7 @@ class SamplingFields(RequestFields):
     return_tokens_as_token_ids: bool | None = None
     echo: bool | None = False
 
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 

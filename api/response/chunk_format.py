@@ -30,8 +30,9 @@ encode_json = msgspec.json.Encoder().encode
 class ChunkFrame:
     """Everything of a stream's chunks that is the same in all of them, encoded once."""
 
-    def __init__(self, id: str, object: str, created: int, model: str) -> None:
-        same = encode_json({"id": id, "object": object, "created": created, "model": model})
+    def __init__(self, id: str, object: str, created: int, model: str, service_tier: str = "") -> None:
+        members = {"id": id, "object": object, "created": created, "model": model}
+        same = encode_json({**members, "service_tier": service_tier} if service_tier else members)
         self._head = b"data: " + same[:-1] + b',"choices":['
 
     def around(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
@@ -67,7 +68,7 @@ class ChunkFormat(AnswerFormat):
         self._logprobs = LogprobsFormatter(task.model.tokenizer, answer.tokens_as_ids)
         self._fingerprint = system_fingerprint(task.model.fingerprint)
         self._id = f"{self.id_prefix}-{generation.external_id}"
-        self._frame = ChunkFrame(self._id, self.chunk_object, generation.created, task.model.name)
+        self._frame = ChunkFrame(self._id, self.chunk_object, generation.created, task.model.name, answer.service_tier)
         self._text_only = answer.logprobs is None and not answer.token_ids and not answer.echo
         self._shown = self._text_chunk if self._text_only else self._piece  # the chunk of all that an output shows but the end
         self._shows_times = config.enable_per_request_metrics
@@ -186,7 +187,7 @@ class ChunkFormat(AnswerFormat):
                 "created": self._generation.created,
                 "model": self._task.model.name,
                 "choices": [Raw(encode_json(self._whole_choice(index, choice))) for index, choice in enumerate(choices)],
-                "service_tier": None,
+                "service_tier": self._answer.service_tier or None,
                 "system_fingerprint": self._fingerprint,
                 "usage": self._whole_usage(),
                 **self._times(),

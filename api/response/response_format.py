@@ -142,6 +142,7 @@ class ResponseFormat(AnswerFormat):
             "conversation": None,
             "prompt": None,
             "prompt_cache_retention": None,
+            "service_tier": self._task.answer.service_tier or "default",
             **shown,
             "temperature": sampling.temperature if shown["temperature"] is None else shown["temperature"],
             "top_p": sampling.top_p if shown["top_p"] is None else shown["top_p"],

@@ -145,6 +145,7 @@ def _as_json(record: RecordView) -> dict[str, Any]:
         "endpoint": record.endpoint,
         "stream": record.stream,
         "priority": record.priority,
+        "service_tier": record.tier or None,
         "n": record.n,
         "prompt_tokens": record.prompt_tokens,
         "max_tokens": record.max_tokens,

@@ -198,6 +198,8 @@ def _optional_fields(facts: RequestFacts, model: str, tenant: str) -> dict[str, 
         fields["grace"] = milliseconds(facts.grace)
     if facts.idempotency_key:
         fields |= {"idempotency": keys.idempotency(model, tenant, facts.idempotency_key), "body_hash": facts.body_hash}
+    if facts.tier:
+        fields["tier"] = facts.tier
     if facts.weight != 1.0:
         fields["weight"] = facts.weight
     if facts.timeout:

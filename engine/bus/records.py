@@ -49,6 +49,7 @@ class RecordView:
     endpoint: str = ""
     stream: bool = False
     priority: int = 0
+    tier: str = ""  # service tier; "": the default
     prompt_tokens: int = 0
     max_tokens: int = 0
     n: int = 1

@@ -22,7 +22,7 @@ LONG = {"prompt": "x", "max_tokens": 1500}  # runs for 30 s
 @pytest.fixture(scope="module")
 def server(smollm2_gguf: Path) -> Iterator[LiveServer]:
     keys = ("--api-key", "alice=key-a", "--api-key", "bob=key-b", "--tenant-weight", "bob=2")
-    limits = ("--max-num-queued-reqs", "12", "--sse-keep-alive-interval", "0.2")
+    limits = ("--priority-tenant", "bob", "--max-num-queued-reqs", "12", "--sse-keep-alive-interval", "0.2")
     with LiveServer(
         smollm2_gguf, (*NULL_ENGINE, "--max-num-seqs", str(SEATS)), (*keys, *limits), null="step_seconds=0.02"
     ) as server:
@@ -88,6 +88,27 @@ async def test_refusals_cost_little_once_the_queue_is_known_to_be_full(http: htt
         async with asyncio.timeout(10):
             while (await post(http, ALICE, prompt=[10**9])).status_code != 503:
                 pass
+
+
+async def test_service_tiers_order_the_queue(http: httpx.AsyncClient) -> None:
+    """Of two keys that ask for priority, one may have it."""
+    asked = {"alices": (ALICE, "priority"), "bobs": (BOB, "priority"), "flex": (BOB, "flex"), "plain": (BOB, None)}
+    async with Fill(http, 8):
+        posts = [
+            asyncio.create_task(post(http, who, request_id=name, service_tier=tier))
+            for name, (who, tier) in reversed(asked.items())
+        ]
+        told: dict[str, Any] = {}
+        async with asyncio.timeout(10):
+            while len(told) < len(asked):
+                answers = {name: await http.get(f"/v1/requests/{name}", headers=who) for name, (who, _) in asked.items()}
+                told = {name: answer.json() for name, answer in answers.items() if answer.status_code == 200}
+        assert [told[name]["service_tier"] for name in asked] == [None, "priority", "flex", None]
+        places = {name: told[name]["queue_position"] for name in asked}
+        assert places["bobs"] == 0 and places["flex"] == max(places.values())
+        for each in posts:
+            each.cancel()
+        await asyncio.gather(*posts, return_exceptions=True)
 
 
 async def test_a_late_request_ends_with_a_504_while_it_waits(http: httpx.AsyncClient) -> None:

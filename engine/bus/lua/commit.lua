@@ -8,7 +8,7 @@
 
 local STAGED = KEYS[OWN_KEYS + 2]
 local client, count = unpack(ARGV, LIMIT_ARGUMENTS + 1, LIMIT_ARGUMENTS + 2)
-local FIELDS = {'state', 'handle', 'client', 'entry', 'tenant', 'n', 'prompt_tokens', 'max_tokens', 'weight', 'priority', 'timeout',
+local FIELDS = {'state', 'handle', 'client', 'entry', 'tenant', 'n', 'prompt_tokens', 'max_tokens', 'weight', 'priority', 'tier', 'timeout',
   'queue_timeout', 'attachments', 'external_id', 'idempotency', 'body_hash'}
 local AT_ONCE = 1000 -- values that Lua can hand to one call
 
@@ -58,7 +58,7 @@ local function commit(requests)
     choices, tokens = choices + tonumber(request.n), tokens + tonumber(request.prompt_tokens)
     keep_external(request.external_id)
   end
-  call_for_all(requests, 'ZADD', ORDER, function(each) return {score_of(each.priority, each.start), order_member(each.entry)} end)
+  call_for_all(requests, 'ZADD', ORDER, function(each) return {score_of(each.tier, each.priority, each.start), order_member(each.entry)} end)
   call_for_all(requests, 'ZADD', LIVE, function(each) return {NOW, each.id} end)
   call_for_all(requests, 'ZADD', EXTERNAL .. first.external_id, function(each) return {NOW, each.id} end)
   call_for_all(requests, 'ZREM', STAGED, function(each) return {each.entry} end)

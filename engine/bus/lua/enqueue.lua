@@ -30,7 +30,7 @@ local function add(request)
   local entry = add_entry(request.id, request.payload, request.fields)
   redis.call('HSET', RECORD .. request.id, 'start', request.start, 'charged', request.charged)
   add_deadlines(request)
-  redis.call('ZADD', ORDER, score_of(request.priority, request.start), order_member(entry))
+  redis.call('ZADD', ORDER, score_of(request.tier, request.priority, request.start), order_member(entry))
   add_request(request.tenant, request.client, tonumber(request.n), 1)
   add_waiting(request.tenant, tonumber(request.n), tonumber(request.prompt_tokens), 1)
   return entry

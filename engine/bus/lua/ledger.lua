@@ -67,9 +67,12 @@ local MOST_PRIORITY = 512
 local TIME_SPAN = 2 ^ 40 -- tokens of virtual time, beyond which priorities begin
 local MEAN_OF = 16 -- ends over which the length of a tenant's outputs is averaged
 
--- The score in ORDER: lower priority values first, then earlier starts.
-local function score_of(priority, start)
+local TIERS = {priority = -1, flex = 1} -- service tiers that are taken before all others, and behind them
+
+-- The score in ORDER: lower tiers first, then lower priority values, then earlier starts.
+local function score_of(tier, priority, start)
   local rank = math.max(-MOST_PRIORITY, math.min(MOST_PRIORITY, tonumber(priority)))
+  rank = rank + (TIERS[tier] or 0) * (2 * MOST_PRIORITY + 1)
   return string.format('%.0f', rank * TIME_SPAN + math.min(tonumber(start or 0), TIME_SPAN - 1))
 end
 
@@ -193,12 +196,12 @@ end
 
 -- A running request waits again, for an engine of its fingerprint, before all others: its engine does not go on with it.
 local function make_orphan(id, entry)
-  local record = redis.call('HMGET', RECORD .. id, 'tenant', 'n', 'prompt_tokens', 'fingerprint', 'priority', 'start', 'engine')
+  local record = redis.call('HMGET', RECORD .. id, 'tenant', 'n', 'prompt_tokens', 'fingerprint', 'priority', 'start', 'engine', 'tier')
   redis.call('XACK', REQUESTS, GROUP, entry)
   redis.call('HSET', RECORD .. id, 'state', 'queued')
   add_height(record[7], -tonumber(record[2]))
   add_sum('orphans', tonumber(record[2]))
-  redis.call('ZADD', RESUME .. (record[4] or ''), score_of(record[5] or 0, record[6]), order_member(entry))
+  redis.call('ZADD', RESUME .. (record[4] or ''), score_of(record[8], record[5] or 0, record[6]), order_member(entry))
   redis.call('ZADD', ORPHANS, NOW, id)
   add_waiting(record[1], tonumber(record[2]), tonumber(record[3]), 1)
 end

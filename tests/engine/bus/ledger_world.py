@@ -337,8 +337,9 @@ def ended_request(request_id: str, reason: FinishReason = FinishReason.STOP) -> 
 
 
 def _score(record: dict[str, str]) -> int:
-    """The place in the order: priority, then virtual start."""
-    return max(-512, min(512, int(record["priority"]))) * 2**40 + int(record.get("start", 0))
+    """The place in the order: service tier, priority, then virtual start."""
+    tier = {"priority": -1, "flex": 1}.get(record.get("tier", ""), 0)
+    return (1025 * tier + max(-512, min(512, int(record["priority"])))) * 2**40 + int(record.get("start", 0))
 
 
 def _entry(member: bytes) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from engine.bus import journals, keys
-from engine.protocol import FinishReason
+from engine.bus.queue_place import prioritize
+from engine.protocol import EngineCoreRequest, FinishReason, RequestFacts
 from tests.engine.bus.ledger_world import Engine, World, ended_request
 
 
@@ -157,3 +159,33 @@ def test_a_place_is_kept_only_while_several_tenants_send_requests(world: World) 
     assert len(world.take(engine, 8)) == 8
     world.end(engine, *list(engine.running))
     assert len(world.take(engine, 8)) == 8
+
+
+def tiered(world: World, name: str, tier: str, **fields: Any) -> EngineCoreRequest:
+    return world.request(name, **fields, facts=RequestFacts(external_id=name, tier=tier))
+
+
+def test_service_tiers_come_before_priorities_and_shares(world: World) -> None:
+    flood(world, "a", 3, tokens=10)
+    world.enqueue(tiered(world, "late", "flex", tenant="a", priority=-512))
+    for name in ("first", "second"):
+        world.enqueue(tiered(world, name, "priority", tenant="b", priority=512))
+    world.enqueue(*(tiered(world, f"list{place:02}", "flex", tenant="c") for place in range(40)))  # in slices, then at once
+    assert world.queued()[:2] == ["first", "second"]
+    assert world.queued()[2:5] == ["a000", "a001", "a002"]
+    assert world.queued()[5] == "late", "its priority counts within its tier"
+    assert len(world.queued()) == 46
+    world.bus.run(prioritize(world.model, "late", 512))
+    world.bus.run(prioritize(world.model, "second", -512))
+    assert world.queued()[:2] == ["second", "first"]
+    assert world.queued()[-1] == "late"
+    world.check_integrity()
+
+
+def test_orphans_keep_their_tier(world: World) -> None:
+    engine = world.engine()
+    for name, tier in (("a", "flex"), ("b", ""), ("c", "priority")):
+        world.enqueue(tiered(world, name, tier))
+    assert world.take(engine, 3) == ["c", "b", "a"]
+    assert world.take(world.replace(engine), 3) == ["c", "b", "a"]
+    world.check_integrity()
