@@ -60,10 +60,9 @@ class Application(FastAPI):
         app = BodyLimit(app, config.max_request_bytes)
         app = Authentication(app, service.keys)
         app = Methods(app, self.routes)
-        app = AnthropicErrors(app)
         if config.allowed_origins:
             app = CORSMiddleware(app, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-        return RequestContext(app, service.metrics, config.enable_request_id_headers)
+        return AnthropicErrors(RequestContext(app, service.metrics, config.enable_request_id_headers))
 
 
 def create_app(config: ApiConfig, redis_config: RedisConfig) -> Application:

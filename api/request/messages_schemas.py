@@ -78,3 +78,16 @@ class MessagesRequest(Conversation):
 
 class CountTokensRequest(Conversation):
     """The tokens of a conversation are counted, and nothing else is done."""
+
+
+class MessagesErrorDetail(ApiModel):
+    type: str
+    message: str
+
+
+class MessagesErrorAnswer(ApiModel):
+    """Every answer of these routes that is an error, and the last event of a stream that breaks off."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+    request_id: str

@@ -13,7 +13,7 @@ from api.request.tool_grammar import Choice, Offered, calls_or_answer, tool_gram
 from api.text.tokenizer import TextTokenizer
 from api.tools.formats import HERMES, ToolFormat
 
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # Anthropic's limit; OpenAI's is 64
 OFF = "none"  # of --tool-call-parser: no tools
 AUTO = "auto"  # what the chat template tells
 
@@ -35,7 +35,7 @@ def check_tools(request: TemplateFields) -> None:
         raise BadRequest("`tools` must not be an empty list: omit it.", param="tools")
     for place, tool in enumerate(tools or ()):
         if not _NAME.fullmatch(tool.function.name):
-            message = "A function's name must have 1 to 64 characters, of a-z, A-Z, 0-9, _ and -"
+            message = "A function's name must have 1 to 128 characters, of a-z, A-Z, 0-9, _ and -"
             raise BadRequest(f"{message}, got {tool.function.name[:80]!r}.", param=f"tools.{place}.function.name")
     if choice is None or choice == "none":
         return

@@ -76,14 +76,17 @@ class _Blocks:
         self.blocks: list[_Block] = []
 
     def add(self, delta: dict[str, Any]) -> Iterator[_Change]:
+        """More of the call that is open comes first: content behind a call ends it."""
+        calls = delta.get("tool_calls", ())
+        for call in calls:
+            if "id" not in call:
+                yield self._append(call["function"]["arguments"])
         for type, text in (("thinking", delta.get("reasoning")), ("text", delta.get("content"))):
             if text:
                 yield from self._write(type, text)
-        for call in delta.get("tool_calls", ()):
+        for call in calls:
             if "id" in call:
                 yield self._open(_Block("tool_use", call["id"], call["function"]["name"]))
-            if text := call["function"].get("arguments"):
-                yield self._append(text)
 
     def _write(self, type: str, text: str) -> Iterator[_Change]:
         if not self.blocks or self.blocks[-1].type != type:

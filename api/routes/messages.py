@@ -11,9 +11,10 @@ from api.http.persistence import PARAMETERS
 from api.preparation.messages import ENDPOINT, counted, prepare_message
 from api.request.messages_schemas import CountTokensRequest, MessagesRequest
 from api.response.messages_format import MessagesFormat
+from api.routes.error_answers import MESSAGES_ERRORS
 from api.submit import generate
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, responses=MESSAGES_ERRORS)
 
 
 @router.post(ENDPOINT, summary="Continue a conversation, in Anthropic's form", openapi_extra=PARAMETERS)

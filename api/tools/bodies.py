@@ -61,6 +61,13 @@ def visible() -> Reading[str]:
     return character
 
 
+def _character() -> Reading[str]:
+    """The next character, which must be there."""
+    if (character := (yield)) == END:
+        raise Mismatch
+    return character
+
+
 def literal(text: str) -> Reading[None]:
     for expected in text:
         if (yield) != expected:
@@ -115,7 +122,7 @@ def _json_string() -> Reading[str]:
             raise Mismatch
         parts.append(character)
         if character == "\\":
-            parts.append((yield))
+            parts.append((yield from _character()))
         elif character == '"':
             break
     try:
@@ -127,7 +134,7 @@ def _json_string() -> Reading[str]:
 def _json_value(call: Call, first: str, tell: Callable[[str], None]) -> Reading[None]:
     """The characters of a JSON value. That its brackets and strings are closed is all that is looked at."""
     tell(first)
-    if first != '"' and first not in "{[":
+    if first not in ('"', "{", "["):
         yield from _json_word(call, first, tell)
         return
     closing: list[str] = [] if first == '"' else [_BRACKETS[first]]
@@ -139,9 +146,7 @@ def _json_value(call: Call, first: str, tell: Callable[[str], None]) -> Reading[
         if in_string:
             tell(character)
             if character == "\\":
-                if (character := (yield)) == END:
-                    raise Mismatch
-                tell(character)
+                tell((yield from _character()))
             elif character == '"':
                 in_string = False
         else:
@@ -306,7 +311,7 @@ def _literal_value() -> Reading[tuple[str, str]]:
 
 def _marked_call(body: MarkedBody, call: Call) -> Reading[None]:
     yield from literal(body.before_name[1:])
-    name, character = yield from _name((yield))
+    name, character = yield from _name((yield from _character()))
     if character != "{":
         raise Mismatch
     call.begin(name)
@@ -341,7 +346,7 @@ def _value_between(quotes: tuple[str, ...], end: str) -> Reading[tuple[str, str]
         recent += character
         if quote:
             if character == "\\" and len(quote) == 1:
-                parts.append((yield))
+                parts.append((yield from _character()))
                 recent = ""
             elif recent.endswith(quote):
                 quote = recent = ""

@@ -165,7 +165,7 @@ BAD_VALUES: list[Case] = [
     # Not here (yet)
     chat("`tools` must not be an empty list: omit it.", "tools", tools=[]),
     chat(
-        "A function's name must have 1 to 64 characters, of a-z, A-Z, 0-9, _ and -, got 'a b'.",
+        "A function's name must have 1 to 128 characters, of a-z, A-Z, 0-9, _ and -, got 'a b'.",
         "tools.1.function.name",
         tools=[TOOL, {"type": "function", "function": {"name": "a b"}}],
     ),

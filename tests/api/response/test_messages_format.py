@@ -7,13 +7,15 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from pydantic_core import from_json
 
 from api.errors import GenerationError
 from api.preparation.task import Task
 from api.request.prompts import Prompt
 from api.response.generation import Generation
+from api.response.message_parts import MessageReader, whole_message
 from api.response.messages_format import MessagesFormat
 from api.response.output_processor import ChoiceOutput
 from api.response.stream_position import StreamPosition
@@ -23,6 +25,7 @@ from engine.protocol import AnswerOptions, FinishReason
 from gpu.plan import SamplingParams
 from tests.api.response.test_generation import FakeModel, Recorder
 from tests.api.response.test_message_parts import cut
+from tests.api.tools.test_parser import CASES, TOOLS
 
 TEXT = (
     'Hm, <so.\n</think>\n\nI look.\n<tool_call>\n{"name": "f", "arguments": {"city": "Oslo", "n": [1, 2]}}\n</tool_call>\n'
@@ -34,6 +37,7 @@ CONTENT = [
     {"type": "tool_use", "name": "f", "input": {"city": "Oslo", "n": [1, 2]}},
     {"type": "tool_use", "name": "g", "input": {}},
 ]
+THOUGHTS = {"": "", "think": "<think>\nHm.\n</think>\n\n", "mistral": "[THINK]Hm. [/THINK]"}
 Event = tuple[str, str, dict[str, Any]]  # id, type, data
 TOKENIZER: TextTokenizer  # which hypothesis' functions share
 Pieces = st.lists(st.integers(0, 500), max_size=8)
@@ -44,9 +48,11 @@ def outputs(pieces: list[str], reason: FinishReason = FinishReason.STOP, stop: s
     return [*(ChoiceOutput(0, text) for text in first), ChoiceOutput(0, last, (), (), reason, stop)]
 
 
-def make(last_id: str | None = None) -> MessagesFormat:
+HERMES = AnswerOptions(tool_format="hermes", tools={"f": {}, "g": {}}, reasoning_format="think", reasoning_open=True)
+
+
+def make(last_id: str | None = None, options: AnswerOptions = HERMES) -> MessagesFormat:
     """`last_id`: of the last event that the client has, "" for none; None: of a stream that cannot be continued."""
-    options = AnswerOptions(tool_format="hermes", tools={"f": {}, "g": {}}, reasoning_format="think", reasoning_open=True)
     model: Any = FakeModel(TOKENIZER)
     task = Task("/v1/messages", model, [Prompt([5, 6])], [SamplingParams(max_tokens=99)], options, stream=True)
     generation = Generation(task, "mine", ["mine-1"], 1.0, "tenant", Recorder())
@@ -95,8 +101,8 @@ def summed(told: list[Event]) -> dict[str, Any]:
                 message["stopped"] = message.get("stopped", 0) + 1
     for block in blocks:
         written = block.pop("json")
-        if block["type"] == "tool_use" and written:
-            block["input"] = json.loads(written)
+        if written:
+            block["input"] = from_json(written, allow_partial=True)
     return {**message, "content": blocks}
 
 
@@ -119,6 +125,34 @@ def test_the_events_add_up_to_the_whole_message(places: list[int]) -> None:
     assert without_ids(whole["content"]) == CONTENT
     assert whole["stop_reason"] == "tool_use"
     assert len({block["id"] for block in whole["content"] if "id" in block}) == 2
+
+
+@given(st.sampled_from(CASES), st.sampled_from(list(THOUGHTS)), st.booleans(), st.integers(0, 99), Pieces)
+@example(("hermes", '<tool_call>{"arguments": {"city": "Oslo"}, "name": "f"x y', "", []), "", False, 0, list(range(99)))
+def test_the_sum_is_the_whole_message_in_every_format_of_tools_and_reasoning(
+    case: tuple[str, str, str, Any], thoughts: str, one_call: bool, missing: int, places: list[int]
+) -> None:
+    """Also where the text breaks off. The whole message has what a chat's has."""
+    format, text, _, _ = case
+    text = THOUGHTS[thoughts] + text[: max(0, len(text) - missing)]
+    options = AnswerOptions(tool_format=format, tools=TOOLS, one_call=one_call, reasoning_format=thoughts)
+    whole = json.loads(make(options=options).whole(outputs([text])))
+    told = summed(events(make(options=options), outputs(cut(text, places))))
+    assert told.pop("stopped") == 1
+    assert told == whole
+    message = whole_message(MessageReader(options, "mine-1", 0), outputs([text])[0], "")
+    kinds: dict[str, list[Any]] = {"thinking": [], "text": [], "tool_use": []}
+    for block in whole["content"]:
+        kinds[block["type"]].append(block)
+    assert "".join(block["thinking"] for block in kinds["thinking"]) == (message["reasoning"] or "")
+    assert "".join(block["text"] for block in kinds["text"]) == (message["content"] or "")
+    called = [(call["id"], call["function"]["name"], written(call["function"])) for call in message.get("tool_calls", [])]
+    assert [(block["id"], block["name"], block["input"]) for block in kinds["tool_use"]] == called
+
+
+def written(function: dict[str, str]) -> Any:
+    """Arguments, as far as they are there."""
+    return from_json(function["arguments"] or "{}", allow_partial=True)
 
 
 @given(Pieces, Pieces, st.integers(0, 500))

@@ -23,7 +23,7 @@ BAD_ROLE = "input.0.role must be one of user, assistant, system, developer, got 
 NO_ROOM = "max_output_tokens=100000 cannot be greater than max_model_len=2048. Please request fewer output tokens."
 NOT_STORED = "background needs store: a response that is not stored cannot be retrieved."
 EFFORTS = "'none', 'minimal', 'low', 'medium', 'high', 'xhigh' or 'max'"
-BAD_NAME = "A function's name must have 1 to 64 characters, of a-z, A-Z, 0-9, _ and -, got 'a b'."
+BAD_NAME = "A function's name must have 1 to 128 characters, of a-z, A-Z, 0-9, _ and -, got 'a b'."
 NOT_OFFERED = "tool_choice names the function 'g', which is not one of `tools`."
 BAD_SCHEMA = "text.format: the schema is not supported: Invalid type: nothing"
 LONG_METADATA = "metadata: a key has at most 64 characters, and a value 512."

@@ -76,6 +76,8 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ("hermes", "<tool_call>junk</tool_call>", "<tool_call>junk</tool_call>", []),
     ("hermes", f"<tool_call><tool_call>{HERMES}", "<tool_call><tool_call>", [OSLO]),
     ("hermes", '<tool_call>{"name": "stop', '<tool_call>{"name": "stop', []),
+    ("hermes", '<tool_call>{"name": "st\\', '<tool_call>{"name": "st\\', []),
+    ("hermes", '<tool_call>{"name": "stop", "arguments":', "", [("stop", "")]),
     ("hermes", '<tool_call>{"name": "stop", "arguments": {"a": [1', "", [("stop", '{"a": [1')]),
     ("hermes", '<tool_call>{"name": "stop", "arguments": {"a": 1]}} x', "]}} x", [("stop", '{"a": 1')]),
     ("hermes", '<tool_call>{"name": "stop"} and text', " and text", [("stop", "{}")]),
@@ -148,6 +150,16 @@ CASES: list[tuple[str, str, str, Calls]] = [
 def test_content_and_calls(format: str, text: str, content: str, calls: Calls) -> None:
     assert parsed(format, text) == (content, calls)
     assert summed(told_by(format, list(text))) == (content, calls)
+
+
+def test_a_text_may_break_off_anywhere() -> None:
+    """It loses nothing: without a call it is content."""
+    for format, text, _, _ in CASES:
+        for length in range(len(text)):
+            broken = text[:length]
+            content, calls = parsed(format, broken)
+            assert summed(told_by(format, list(broken))) == (content, calls)
+            assert calls or content == broken
 
 
 def test_one_call_alone() -> None:
