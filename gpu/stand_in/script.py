@@ -37,7 +37,7 @@ class _CompiledRule:
     def __init__(self, rule: _Rule) -> None:
         """Raises ValueError with the reason why it is none."""
         self.match, self.system = _compile("match", rule.match), _compile("system", rule.system)
-        self.answers = [rule.answer] if isinstance(rule.answer, str) else rule.answer
+        self.answers = [_joined(answer) for answer in ([rule.answer] if isinstance(rule.answer, str) else rule.answer)]
         if not self.answers:
             raise ValueError("it has no answer")
         groups = {*map(str, range(self.match.groups + 1)), *self.match.groupindex}
@@ -84,9 +84,17 @@ class Script:
         return None if answer is None else _without(conversation.begun, answer)
 
 
+def _joined(text: str) -> str:
+    """JSON may write a character as a pair of escapes (surrogates), which YAML reads apart. Raises ValueError for half a pair."""
+    try:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+    except UnicodeDecodeError:
+        raise ValueError("it has an escape that is half a character") from None
+
+
 def _compile(name: str, pattern: str) -> re.Pattern[str]:
     try:
-        return re.compile(pattern)
+        return re.compile(_joined(pattern))
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"`{name}` is no regular expression: {error}") from None
 

@@ -36,6 +36,14 @@ def test_captures_are_put_in_and_all_else_stays_as_it_is() -> None:
     assert answer("- {match: 'a(b)?', answer: '<\\1>'}", "a") == "<>"
 
 
+def test_json_may_write_a_character_as_two_escapes() -> None:
+    script = json.dumps([{"match": "🌊", "answer": "a wave: 🌊"}])
+    assert "\\ud83c\\udf0a" in script and answer(script, "what is 🌊?") == "a wave: 🌊"
+    for wrong in ({"answer": "\ud83c"}, {"answer": "x", "match": "\udf0a"}):
+        with pytest.raises(UnsupportedConfiguration, match="half a character"):
+            Script(json.dumps([wrong]))
+
+
 def test_the_last_match_counts() -> None:
     assert answer(WEATHER, "weather in Rome? No, the weather in Oslo") == answer(WEATHER, "weather in Oslo")
 
