@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PORT ?= 8000
 MODEL ?= demo
 
-.PHONY: setup serve test lint types contracts check soak chaos test-docker test-peers test-clients test-gpu wheel clean
+.PHONY: setup serve test lint types contracts check soak search chaos test-docker test-peers test-clients test-gpu wheel clean
 
 setup: $(VENV)/.installed
 
@@ -39,6 +39,10 @@ check: lint types contracts test
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600
 
+# property tests with new examples, thirty times as many
+search: setup
+	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile search --numprocesses auto --maxprocesses 4 --timeout 3600
+
 # SEED chooses the requests, the faults and their order
 SEED ?= 0
 MINUTES ?= 10
@@ -53,7 +57,7 @@ test-docker: setup
 test-peers: setup
 	$(BIN)/python -m pytest -m peers --timeout 3600
 
-# installs clients from npm into the cache
+# installs clients from npm and PyPI into the cache
 test-clients: setup
 	$(BIN)/python -m pytest -m clients --timeout 900
 

@@ -16,9 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# No test is timed: what a busy machine does slowly is not wrong.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+# No test is timed: what a busy machine does slowly is not wrong. Each run of the suite tries the same examples, so that it does not
+# fail for one that has nothing to do with a change. `make search` looks for new ones.
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=3000)
+hypothesis.settings.load_profile("fixed")
 
 TEST_CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headrace-tests"
 
