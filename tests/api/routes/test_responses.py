@@ -127,6 +127,39 @@ def test_a_stream_tells_what_the_whole_answer_has_and_so_does_a_look_at_it(clien
     assert (whole.incomplete_details is not None) == (name == "a limit")
 
 
+def test_a_response_says_all_that_openais_does(client: openai.OpenAI) -> None:
+    body = {**BODIES["text"], "user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "top_p": 0.5, "max_tool_calls": 2}
+    shown = client.responses.create(model="tiny", **body).to_dict()
+    given = {"instructions": "Be kind.", "metadata": {"a": "b"}, **{name: body[name] for name in list(body)[-5:]}}
+    fixed: dict[str, Any] = {
+        **{"object": "response", "status": "completed", "background": False, "error": None, "incomplete_details": None},
+        **{"max_output_tokens": None, "model": "tiny", "parallel_tool_calls": True, "previous_response_id": None, "prompt": None},
+        **{"prompt_cache_retention": None, "reasoning": {"effort": None, "summary": None}, "service_tier": "default"},
+        **{"store": True, "temperature": 1.0, "text": {"format": {"type": "text"}, "verbosity": "medium"}, "conversation": None},
+        **{"tool_choice": "auto", "tools": [], "top_logprobs": 0, "truncation": "disabled"},
+    }
+    assert {name: shown[name] for name in (given | fixed)} == given | fixed
+    assert shown.keys() - given.keys() - fixed.keys() == {"id", "created_at", "completed_at", "output", "usage"}
+    (message,) = shown["output"]
+    part = {"type": "output_text", "text": "Hello, world.", "annotations": [], "logprobs": []}
+    assert message == {"id": message["id"], "type": "message", "role": "assistant", "status": "completed", "content": [part]}
+    usage = shown["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"] and usage["output_tokens"] > 3
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 0}
+    assert usage["input_tokens_details"].keys() == {"cached_tokens", "cache_write_tokens"}
+
+
+def test_a_response_that_takes_too_long_has_failed(client: openai.OpenAI) -> None:
+    created = client.responses.create(model="tiny", input="epic", background=True, extra_body={"timeout": 0.3})
+    events = list(client.responses.retrieve(created.id, stream=True))
+    failed = check_stream(events)
+    assert (events[-1].type, failed.status, failed.error.code) == ("response.failed", "failed", "server_error")
+    assert "deadline passed" in failed.error.message and EPIC.startswith(failed.output_text)
+    assert client.responses.retrieve(created.id).to_dict() == failed.to_dict()
+    with pytest.raises(openai.BadRequestError, match="has failed"):
+        client.responses.create(model="tiny", input="hello", previous_response_id=created.id)
+
+
 def test_an_answer_has_its_reasoning_calls_and_logprobs(client: openai.OpenAI) -> None:
     reasoned = client.responses.create(model="tiny", **BODIES["reasoning"])
     thought, message = reasoned.output
