@@ -183,7 +183,7 @@ class MessagesFormat(AnswerFormat):
                 position.tell_end(0)
             reason, sequence = self._stop()
             stop = {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
-            events = self._event("message_delta", delta=stop, usage=self._usage(self._generation.choices[0].num_tokens))
+            events = self._event("message_delta", delta=stop, usage=self._usage_at_end())
         if position is not None:
             if position.closed:
                 return events
@@ -205,9 +205,9 @@ class MessagesFormat(AnswerFormat):
             for _ in self._blocks.add(delta):
                 pass
         content = [Raw(encode_json(block.whole())) for block in self._blocks.blocks]
-        return encode_json(self._message(content, *self._stop(), self._usage(self._generation.choices[0].num_tokens)))
+        return encode_json(self._message(content, *self._stop(), self._usage_at_end()))
 
-    def _message(self, content: list[Raw], reason: str | None, sequence: str | None, usage: dict[str, int]) -> dict[str, Any]:
+    def _message(self, content: list[Raw], reason: str | None, sequence: str | None, usage: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": f"msg_{self._generation.external_id}",
             "type": "message",
@@ -232,7 +232,13 @@ class MessagesFormat(AnswerFormat):
             return "stop_sequence", last.stop_reason
         return ("tool_use" if self._reader.finish_reason(FinishReason.STOP) == "tool_calls" else "end_turn"), None
 
-    def _usage(self, num_tokens: int) -> dict[str, int]:
+    def _usage_at_end(self) -> dict[str, Any]:
+        usage = self._usage(self._generation.choices[0].num_tokens)
+        if (num_thinking := self._generation.usage.reasoning_tokens) is not None:
+            usage["output_tokens_details"] = {"thinking_tokens": num_thinking}
+        return usage
+
+    def _usage(self, num_tokens: int) -> dict[str, Any]:
         """Cached tokens of the prompt, where they are shown, are no input tokens: Anthropic counts them apart."""
         usage = self._generation.usage
         num_cached = usage.cached_tokens if self._answer.usage_details else 0

@@ -89,11 +89,10 @@ def test_ends_choices_and_prefills(client: anthropic.Anthropic) -> None:
     hidden = asked("think", tools=[TOOL], thinking={"type": "disabled"})
     assert [block.type for block in client.messages.create(**hidden).content] == ["tool_use"]
     shown = asked("think", tools=[TOOL], max_tokens=2000, thinking={"type": "enabled", "budget_tokens": 1024})
-    assert client.messages.create(**shown).content[0].to_dict() == {
-        "type": "thinking",
-        "thinking": "They ask for Oslo.",
-        "signature": "",
-    }
+    thought = client.messages.create(**shown)
+    assert thought.content[0].to_dict() == {"type": "thinking", "thinking": "They ask for Oslo.", "signature": ""}
+    details = thought.usage.output_tokens_details
+    assert details is not None and 5 < details.thinking_tokens < thought.usage.output_tokens - 5
 
 
 def test_a_large_conversation_is_read_in_another_process(client: anthropic.Anthropic) -> None:
@@ -121,45 +120,112 @@ def test_errors_are_the_clients_own(client: anthropic.Anthropic, server: LiveSer
         }
 
 
+def wrong(field: str, message: str) -> str:
+    return f"1 validation error:\n  body.{field}: {message}"
+
+
 USER = {"role": "user", "content": "x"}
-MALFORMED: list[tuple[dict[str, Any] | bytes, str]] = [
-    (b"{", "JSON"),
-    (b"[]", "validation error"),
-    ({"max_tokens": None}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": "5"}, "max_tokens"),
-    ({"max_tokens": 10**9}, "max_tokens"),
-    ({"model": None}, "model"),
-    ({"messages": None}, "messages"),
-    ({"messages": []}, "at least one message"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
-    ({"messages": [{"role": "user"}]}, "content"),
-    ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "type"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "needs its text"),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "type 'image' is not supported"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]}, "needs tool_use_id"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": 5}]}]}, "must be a string"),
+MALFORMED: list[tuple[dict[str, Any] | bytes, str]] = [  # members of the body, or all of it, and the error's message
+    (b"{", "1 validation error:\n  body: Invalid JSON: EOF while parsing an object at line 1 column 1 (type=json_invalid)"),
+    (b"[]", "1 validation error:\n  body: Input should be an object (type=model_type, input=[])"),
+    (
+        {"max_tokens": None},
+        wrong(
+            "max_tokens",
+            "Field required (type=missing, input={'messages': [{'content': 'hello', 'role': 'user'}], 'model': 'tiny'})",
+        ),
+    ),
+    ({"max_tokens": 0}, wrong("max_tokens", "Input should be greater than or equal to 1 (type=greater_than_equal, input=0)")),
+    ({"max_tokens": "5"}, wrong("max_tokens", "Input should be a valid integer (type=int_type, input='5')")),
+    (
+        {"max_tokens": 10**9},
+        "max_tokens=1000000000 cannot be greater than max_model_len=16000. Please request fewer output tokens.",
+    ),
+    (
+        {"model": None},
+        wrong(
+            "model", "Field required (type=missing, input={'max_tokens': 400, 'messages': [{'content': 'hello', 'role': 'user'}]})"
+        ),
+    ),
+    ({"messages": None}, wrong("messages", "Field required (type=missing, input={'max_tokens': 400, 'model': 'tiny'})")),
+    ({"messages": []}, "messages must contain at least one message."),
+    (
+        {"messages": [{"role": "tool", "content": "x"}]},
+        wrong("messages.0.role", "Input should be 'user', 'assistant' or 'system' (type=literal_error, input='tool')"),
+    ),
+    ({"messages": [{"role": "user"}]}, wrong("messages.0.content", "Field required (type=missing, input={'role': 'user'})")),
+    (
+        {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
+        (
+            "2 validation errors:\n  body.messages.0.content.str: Input should be a valid string (type=s"
+            "tring_type, input=[{'text': 'x'}])\n  body.messages.0.content.list[ContentPart].0.type: Fie"
+            "ld required (type=missing, input={'text': 'x'})"
+        ),
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0: a content block of type 'text' needs its text."),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        "messages.0: a content block of type 'image' is not supported here: this server takes text only.",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
+        "messages.0: a tool_result needs tool_use_id.",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": 5}]}]},
+        "messages.0: content must be a string or a list of blocks.",
+    ),
     (
         {"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f"}]}, USER]},
-        "needs id, name",
+        "messages.1: a tool_use needs id, name and input.",
     ),
-    ({"system": [{"type": "document"}]}, "type 'document' is not supported"),
-    ({"system": 5}, "system"),
-    ({"temperature": 3.5}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"top_k": -5}, "top_k"),
-    ({"stop_sequences": [""]}, "stop"),
-    ({"stop_sequences": ["a"] * 99}, "stop"),
-    ({"tools": [{"name": "f"}]}, "tools.0.input_schema is required"),
-    ({"tools": [{"name": "a b", "input_schema": {}}]}, "function's name"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "this server runs no tools"),
-    ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "needs the name of a tool"),
-    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "not one of `tools`"),
-    ({"tool_choice": {"type": "any"}}, "`tools` must be set"),
-    ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 400}}, "thinking.budget_tokens"),
-    ({"output_config": {"format": {"type": "json_schema"}}}, "schema"),
-    ({"output_config": {"effort": "huge"}}, "effort"),
+    (
+        {"system": [{"type": "document"}]},
+        "system: a content block of type 'document' is not supported here: this server takes text only.",
+    ),
+    (
+        {"system": 5},
+        (
+            "2 validation errors:\n  body.system.str: Input should be a valid string (type=string_type, "
+            "input=5)\n  body.system.list[ContentPart]: Input should be a valid array (type=list_type, i"
+            "nput=5)"
+        ),
+    ),
+    ({"temperature": 3.5}, "temperature must be in [0, 2], got 3.5."),
+    ({"top_p": 0}, "top_p must be in (0, 1], got 0.0."),
+    ({"top_k": -5}, "top_k must be 0 (disable), or at least 1, got -5."),
+    ({"stop_sequences": [""]}, "stop cannot contain an empty string."),
+    ({"stop_sequences": ["a"] * 99}, "stop must contain at most 4 strings, got 99."),
+    ({"tools": [{"name": "f"}]}, "tools.0.input_schema is required."),
+    (
+        {"tools": [{"name": "a b", "input_schema": {}}]},
+        "A function's name must have 1 to 128 characters, of a-z, A-Z, 0-9, _ and -, got 'a b'.",
+    ),
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        "tools.0: tools of type 'web_search_20250305' are not supported: this server runs no tools.",
+    ),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice of type 'tool' needs the name of a tool."),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}},
+        "tool_choice names the function 'other', which is not one of `tools`.",
+    ),
+    ({"tool_choice": {"type": "any"}}, "When using `tool_choice`, `tools` must be set."),
+    ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens must be at least 1024 and less than max_tokens."),
+    (
+        {"thinking": {"type": "enabled", "budget_tokens": 400}},
+        "thinking.budget_tokens must be at least 1024 and less than max_tokens.",
+    ),
+    (
+        {"output_config": {"format": {"type": "json_schema"}}},
+        wrong("output_config.format.schema", "Field required (type=missing, input={'type': 'json_schema'})"),
+    ),
+    (
+        {"output_config": {"effort": "huge"}},
+        wrong(
+            "output_config.effort", "Input should be 'low', 'medium', 'high', 'xhigh' or 'max' (type=literal_error, input='huge')"
+        ),
+    ),
 ]
 
 
@@ -169,10 +235,9 @@ def test_malformed_bodies_say_what_is_wrong_in_anthropics_form(
 ) -> None:
     body = fields if isinstance(fields, bytes) else json.dumps({k: v for k, v in {**HELLO, **fields}.items() if v is not None})
     answer = server.http.post(PATH, content=body, headers={"content-type": "application/json"})
-    told = answer.json()
-    assert (answer.status_code, told["type"], told["error"]["type"]) == (400, "error", "invalid_request_error"), told
-    assert said in told["error"]["message"]
-    assert told["request_id"] == answer.headers["request-id"]
+    error = {"type": "invalid_request_error", "message": said}
+    expected = {"type": "error", "error": error, "request_id": answer.headers["request-id"]}
+    assert (answer.status_code, answer.json()) == (400, expected)
 
 
 def test_what_is_not_there_and_what_is_not_json(server: LiveServer) -> None:
@@ -228,6 +293,35 @@ async def test_a_stream_goes_on_at_another_server_over_the_death_of_its_engine(s
     assert kept["answer"]["stop_reason"] == "tool_use"
 
 
+def test_an_engine_killed_in_the_middle_of_a_streamed_call_changes_nothing(server: LiveServer) -> None:
+    runs: list[list[tuple[str, Any]]] = []
+    for kills in (False, True):
+        run: list[tuple[str, Any]] = []
+        with server.http.stream("POST", PATH, json=asked("long", tools=[TOOL], stream=True)) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    run.append(("", json.loads(line.removeprefix("data: "))))
+                    if kills and len(run) == 20:
+                        assert run[-1][1]["delta"]["type"] == "input_json_delta"
+                        server.restart_engine()
+        runs.append(run)
+    calm, killed = (joined(told(run)) for run in runs)
+    assert killed == calm
+    assert killed[-1] == {"type": "message_stop"}
+
+
+def test_a_message_is_seen_and_ended_by_its_id(server: LiveServer, client: anthropic.Anthropic) -> None:
+    with client.messages.stream(**asked("long", tools=[TOOL])) as stream:
+        next(event for event in stream if event.type == "input_json")
+        seen = server.http.get(f"/v1/requests/{stream.current_message_snapshot.id}").json()
+        ended = server.http.delete(f"/v1/requests/{stream.current_message_snapshot.id}").json()
+        final = stream.get_final_message()
+    assert (seen["endpoint"], seen["state"]) == (PATH, "running")
+    assert (ended["state"], ended["finish_reason"], str(final.stop_reason)) == ("ended", "abort", "abort")
+
+
 def test_a_retry_with_the_same_key_gets_the_same_message(server: LiveServer) -> None:
     once, again = (server.http.post(PATH, json=HELLO, headers={"Idempotency-Key": "one"}).json() for _ in range(2))
     assert once == again and once["type"] == "message"
+    other = server.http.post(PATH, json=asked("other"), headers={"Idempotency-Key": "one"})
+    assert (other.status_code, other.json()["error"]["type"]) == (422, "invalid_request_error")
