@@ -19,6 +19,9 @@ def test_a_run_without_a_model(smollm2_gguf: Path, capsys) -> None:
     options = "--load-format null --data-parallel-size 1 --max-model-len 4200"
     with running(headrace(smollm2_gguf, options)) as server:
         found = asyncio.run(long_prompts.put_under(server.url, 2, 4000, 1, 0.0))
-    assert [len(answer.tokens) for answer in found.long] == [long_prompts.LONG_OUTPUT] * 2
+    assert len(found.long) == 2
+    assert all(1 <= len(answer.tokens) <= long_prompts.LONG_OUTPUT for answer in found.long), (
+        "tokens that come together are one event"
+    )
     long_prompts.show(found, 4000)
     assert "tokens of long prompts a second" in capsys.readouterr().out
