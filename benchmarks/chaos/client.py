@@ -24,6 +24,7 @@ Behaviour = Literal["stream", "unary", "slow", "abort", "resume", "retry", "dupl
 PAUSE_SECONDS = 0.5  # a shorter time without a token is none
 RETRY_SECONDS = 0.25  # between two tries
 SILENCE_SECONDS = 60.0  # in which a connection brings nothing at all, keep-alive comments included
+MOST_SLOW = 64  # events that a slow client takes slowly: then it reads what was kept for it
 WANTED = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
@@ -184,7 +185,7 @@ class _Conversation:
                     if self._item.behaviour == "abort":
                         return
                     raise Broken("left by plan")
-                if self._item.behaviour == "slow":
+                if self._item.behaviour == "slow" and self._num_events < MOST_SLOW:
                     await asyncio.sleep(0.15)
                     self._silent_since = time.monotonic()
         raise Broken("the stream ended without [DONE]")
