@@ -88,9 +88,10 @@ class ResponseWriter:
         self._drop(reason, said)
 
     def close(self) -> None:
-        """Nothing is written and no callback is called any more."""
+        """Nothing is written and no callback is called any more. The scope, which is the cycle's, knows this no more."""
         self._under_way = self.ready = False
         self.on_ready = self._on_gone = _nothing
+        self._cycle.scope["extensions"].pop(EXTENSION, None)
 
     def when_gone(self, told: Callable[[], None]) -> None:
         """`told` is called when the client leaves before the response's end; now, where it has left."""

@@ -66,8 +66,11 @@ async def whole_response(
     finally:
         generation.close()
     if writer.gone:
+        generation.release()
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return Response(await whole_body(generation, choices, format), media_type="application/json", headers=headers)
+    body = await whole_body(generation, choices, format)
+    generation.release()
+    return Response(body, media_type="application/json", headers=headers)
 
 
 async def whole_body(generation: Generation, choices: list[ChoiceOutput], format: AnswerFormat) -> bytes:

@@ -70,7 +70,6 @@ class ChunkFormat(AnswerFormat):
         self._id = f"{self.id_prefix}-{generation.external_id}"
         self._frame = ChunkFrame(self._id, self.chunk_object, generation.created, task.model.name, answer.service_tier)
         self._text_only = answer.logprobs is None and not answer.token_ids and not answer.echo
-        self._shown = self._text_chunk if self._text_only else self._piece  # the chunk of all that an output shows but the end
         self._shows_times = config.enable_per_request_metrics
         self._ends: dict[int, tuple[bytes, bytes]] = {}  # by choice: a chunk of text before and behind the text
 
@@ -94,13 +93,13 @@ class ChunkFormat(AnswerFormat):
         """What an output shows is in one chunk, the end in one of its own, which strict clients need."""
         if self._position is not None:
             return self._identified_chunks(output, self._position)
-        shown = self._shown(output)
+        shown = self._text_chunk(output) if self._text_only else self._piece(output)
         return shown if output.finish_reason is None else shown + self._end(output)
 
     def _identified_chunks(self, output: ChoiceOutput, position: StreamPosition) -> bytes:
         """Those that the client does not have, each behind its id."""
         output = position.untold(output)
-        chunks = self._shown(output)
+        chunks = self._text_chunk(output) if self._text_only else self._piece(output)
         position.tell(output, bool(chunks))
         if chunks:
             chunks = position.event_id() + chunks

@@ -57,10 +57,19 @@ class PendingOutput:
         self._budget.change(self, -part.num_bytes)
         return part.output()
 
+    def close(self) -> None:
+        """Nothing waits, and nothing is dropped, any more."""
+        self.clear()
+        self.drop = _nothing
+
     def clear(self) -> None:
         for parts in self.parts.values():
             self._budget.change(self, -sum(part.num_bytes for part in parts))
         self.parts.clear()
+
+
+def _nothing(num_bytes: int) -> None:
+    pass
 
 
 class _Part(CollectedOutput):

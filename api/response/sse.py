@@ -76,7 +76,7 @@ class EventSink:
 
     def close(self) -> None:
         """The client has left, or has all: nothing more is written."""
-        self._pending.clear()
+        self._pending.close()
         if not self._written.done():
             self._written.set_result(None)
 
@@ -202,6 +202,7 @@ class EventStream(Response):
     def leave(self) -> None:
         """Nobody wants the response any more."""
         self._generation.close()
+        self._generation.release()
         self._sink.close()
 
     def _comment_later(self) -> None:
