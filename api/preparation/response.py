@@ -38,7 +38,10 @@ def prepare_response(body: ResponsesRequest, model: ServedModel, rules: RequestR
     else:
         task = _chat_task(body, items, model, rules)
     kept = KeptResponse(shown_fields(body), items if body.store is not False else [])
-    return replace(task, kept_body=kept.encoded(), background=bool(body.background))
+    payload = kept.encoded()
+    if len(payload) > rules.limits.max_kept_bytes:
+        rules.limits.check_kept(kept.sizes())
+    return replace(task, kept_body=payload, background=bool(body.background))
 
 
 def _chat_task(body: ResponsesRequest, items: Sequence[Item], model: ServedModel, rules: RequestRules) -> Task:

@@ -23,6 +23,11 @@ class KeptResponse(msgspec.Struct):
     def encoded(self) -> bytes:
         return msgspec.json.encode(self)
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of JSON, by field of the body."""
+        fields = {"input": self.items, **self.shown}
+        return {name: len(msgspec.json.encode(value)) for name, value in fields.items()}
+
     def input_items(self, request_id: str) -> list[Item]:
         """Each with an id. `request_id`: internal."""
         return [

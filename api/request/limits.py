@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from api.errors import BadRequest
@@ -25,6 +25,7 @@ class RequestLimits:
     max_repeated_entries: int = 2**19  # of lists and maps, which go to the engine once a prompt
     max_repeated_characters: int = 2**22  # of a grammar, which goes to the engine once a prompt
     max_repeated_tokens: int = 2**22  # of prompts, which the answer shows again in each choice
+    max_kept_bytes: int = 2**22  # of a response's conversation and fields, which its API server reads for each GET
 
     @classmethod
     def of(cls, config: ApiConfig) -> RequestLimits:
@@ -71,6 +72,14 @@ class RequestLimits:
             raise BadRequest(f"stop must contain at most {self.max_stop_strings} strings, got {len(words)}.", param="stop")
         if (length := sum(map(len, words))) > self.max_stop_characters:
             raise BadRequest(f"stop must have at most {self.max_stop_characters} characters, got {length}.", param="stop")
+
+    def check_kept(self, sizes: Mapping[str, int]) -> None:
+        """`sizes`: bytes of JSON that are kept with a response, by field of its body. Raises BadRequest that names the largest."""
+        if (total := sum(sizes.values())) > self.max_kept_bytes:
+            largest = max(sizes, key=sizes.__getitem__)
+            message = f"A response is kept with its conversation and fields. These have {total:,} bytes"
+            message += f", {sizes[largest]:,} of them in {largest}; at most {self.max_kept_bytes:,} are kept."
+            raise BadRequest(message, param=largest)
 
     def check_bad_words(self, count: int, tokenized: bool = False) -> None:
         """`count`: of words, or, `tokenized`, of the token sequences that they become, at least one a word."""

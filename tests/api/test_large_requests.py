@@ -14,7 +14,7 @@ from engine.bus import keys
 from tests.api.live_server import LiveServer
 from tests.api.loop_watch import LoopWatch
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 LONGEST_GAP = 0.5  # seconds; on a calm machine it is under 0.1, without readers it is 1 to 15
 TOO_LONG, HELLO = "This model's maximum context length is 2048 tokens.", {"role": "user", "content": "a"}
 
@@ -95,6 +95,15 @@ def watch(null_server: LiveServer) -> Iterator[LoopWatch]:
             {"prompt": [5] * 1900, "echo": True, "logprobs": 20, "n": 16, "max_tokens": 1, "stream": True},
             *(1, 200, "top_logprobs"),
             id="streamed logprobs of an echo",
+        ),
+        pytest.param(
+            RESPONSES,
+            {"input": [HELLO, *[{"type": "reasoning", "content": [{"text": "a"}]}] * 100_000, HELLO]},
+            *(1, 400, "of them in input; at most"),
+            id="reasoning that no prompt shows",
+        ),
+        pytest.param(
+            RESPONSES, {"input": "a", "user": "x" * 9_000_000, "store": False}, 1, 400, "of them in user", id="a kept field"
         ),
         pytest.param("/tokenize", {"prompt": "hello wo" * 200_000}, 1, 200, '"count"', id="tokenize"),
         pytest.param("/detokenize", {"tokens": [500] * 1_000_000}, 1, 200, '"prompt"', id="detokenize"),
