@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
@@ -44,7 +45,7 @@ class EventSink:
         self._begun = False  # the opening events were made
         self._making: asyncio.Task[None] | None = None  # the events of a long output
         self._pending = PendingOutput(budget, self._drop, format.tells_each_output)  # what could not be written yet
-        self._last: bytes | None = None  # the last events, once no output follows
+        self._last: Callable[[], bytes] | None = None  # makes the last events, once no output follows; they depend on those before
         self._written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # What the generation calls
@@ -60,7 +61,7 @@ class EventSink:
 
     def end(self, error: ApiError | None = None) -> None:
         if self._last is None:
-            self._last = self._format.closing() if error is None else self._format.failure(error)
+            self._last = self._format.closing if error is None else partial(self._format.failure, error)
             self._flush()
 
     # What the response calls
@@ -99,7 +100,12 @@ class EventSink:
         except Exception as error:
             self._fail(error)
         if self._last is not None and self._is_free(writer) and not self._written.done():
-            self._write_events(writer, self._last)
+            try:
+                events = self._last()
+            except Exception as error:
+                self._fail(error)
+                events = self._last()
+            self._write_events(writer, events)
             self._written.set_result(None)
 
     def _drop(self, num_bytes: int) -> None:
@@ -114,7 +120,7 @@ class EventSink:
 
     def _end_with(self, error: ApiError) -> None:
         self._pending.clear()
-        self._last = self._format.failure(error)
+        self._last = partial(self._format.failure, error)
 
     def _write(self, writer: ResponseWriter, output: ChoiceOutput) -> None:
         opening = self._opening()  # not before, as a rule: an early failure is to be the first event

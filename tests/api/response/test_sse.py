@@ -297,3 +297,50 @@ def test_bytes_of_events_are_counted(null_server: LiveServer) -> None:
     body = {"prompt": "x", "stream": True, "seed": 4, "max_tokens": 100, "ignore_eos": True}
     answer = null_server.http.post("/v1/completions", json=body)
     assert counted() - before == len(answer.content)
+
+
+class CountedFormat(Format):
+    """Its last events say how many outputs were shown before, and fail where the last of them was not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[ChoiceOutput] = []
+        self.on_chunks = self.shown.append
+
+    def closing(self) -> bytes:
+        if not self.shown or self.shown[-1].finish_reason is None:
+            raise AssertionError("the end was not shown yet")
+        return b"<close behind %d>" % len(self.shown)
+
+
+async def test_the_last_events_are_made_behind_the_outputs_that_waited() -> None:
+    sink, writer = EventSink(CountedFormat(), OutputBudget(1 << 20)), Writer(room=1)
+    last = await opened(sink, writer)
+    sink.put(say(0, "a"))
+    sink.put(say(0, "b", end=True))
+    sink.end()
+    writer.resume()
+    await last
+    assert writer.pieces == [b"<open>0:a;", b"0:b.;", b"<close behind 2>"]
+
+
+async def test_a_client_that_leaves_while_outputs_wait_fails_nothing() -> None:
+    sink, writer = EventSink(CountedFormat(), OutputBudget(1 << 20)), Writer(room=1)
+    last = await opened(sink, writer)
+    sink.put(say(0, "a"))
+    writer.ready = False
+    sink.put(say(0, "b", end=True))
+    sink.end()
+    sink.close()
+    await last
+    assert writer.pieces == [b"<open>0:a;"]
+
+
+async def test_last_events_that_cannot_be_made_become_an_error() -> None:
+    sink, writer = EventSink(CountedFormat(), OutputBudget(1 << 20)), Writer()
+    last = await opened(sink, writer)
+    sink.put(say(0, "a"))
+    sink.end()
+    await last
+    assert writer.pieces[0] == b"<open>0:a;"
+    assert b'"code":500' in writer.pieces[1]
