@@ -98,12 +98,13 @@ async def past_of(request: Request, previous_id: str | None, references: ItemRef
             raise NotFound(message, param="previous_response_id")
         conversation = await _all_items(request, previous, "previous_response_id")
     known = {item["id"]: item for item in conversation}
+    looked_up: set[str] = set()  # a response is read once, however many of its items are named
     for id in references.ids:
-        if id in known:
-            continue
         response = response_of_item(id)
-        stored = await find_response(request, response) if response is not None else None
-        if stored is not None:
+        if id in known or response is None or response in looked_up:
+            continue
+        looked_up.add(response)
+        if (stored := await find_response(request, response)) is not None:
             known |= {item["id"]: item for item in await _all_items(request, stored, "input")}
     return Past(conversation, {id: known[id] for id in references.ids if id in known})
 
