@@ -161,12 +161,14 @@ class Generation:
         if self.closed:
             return
         self.closed = True
-        self.abort()
-        for choice in self.choices:
-            if choice.finish_reason is None:
-                choice.finish_reason = FinishReason.ABORT
-                self.note_end(FinishReason.ABORT)
-        self._observer.closed(self)
+        try:
+            self.abort()
+        finally:  # a sink that fails must not leave a request open to metrics and to the server's end
+            for choice in self.choices:
+                if choice.finish_reason is None:
+                    choice.finish_reason = FinishReason.ABORT
+                    self.note_end(FinishReason.ABORT)
+            self._observer.closed(self)
 
     def release(self) -> None:
         """The answer is written: the parts of this, which know it, are let go. Their cycles would cost the garbage collector a walk

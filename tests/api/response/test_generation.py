@@ -212,3 +212,16 @@ def test_gaps_are_between_the_tokens_of_one_choice(make: Callable[..., Generatio
         for choice in range(3):
             run.take_token(choice, 5, None)
     assert told.counted == ["opened", "first", "first", "first"] and len(told.gaps) == 3
+
+
+def test_a_sink_that_fails_at_the_end_leaves_no_generation_open(make: Callable[..., Generation], told: Recorder) -> None:
+    generation = make()
+
+    class Broken(Recorder):
+        def end(self, error: ApiError | None = None) -> None:
+            raise RuntimeError("the format is at fault")
+
+    generation.sink = Broken()
+    with pytest.raises(RuntimeError):
+        generation.close()
+    assert told.counted[-1] == "closed"
