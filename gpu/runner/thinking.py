@@ -11,6 +11,8 @@ import torch
 from gpu.plan import INVALID_REQUEST, Int32Array, ThinkingBudget
 from gpu.runner.token_rules import Histories
 
+MOST_BLANKS = 8  # tokens that may stand before the opening: later it is content
+
 
 class ThinkingBudgets:
     def __init__(self, vocab_size: int) -> None:
@@ -45,8 +47,10 @@ class ThinkingBudgets:
         output = histories.token_ids[row, histories.num_prompt_tokens[row] : histories.num_tokens[row]]
         begin = 0
         if not thinking.is_open:
-            openings = np.flatnonzero(output == thinking.opening)
+            openings = np.flatnonzero(output[: MOST_BLANKS + 1] == thinking.opening)
             if not len(openings):
+                if len(output) > MOST_BLANKS:  # the answer does not reason
+                    self.clear(row)
                 return False
             begin = int(openings[0]) + 1
         if (output[begin:] == thinking.closing).any():

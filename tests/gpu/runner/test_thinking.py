@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gpu.plan import SamplingParams, ThinkingBudget
+from gpu.runner.thinking import MOST_BLANKS
 from tests.gpu.runner.test_sampler import VOCAB, greedy, random_logits, sample
 
 OPENING, CLOSING = 7, 8
@@ -24,6 +25,8 @@ def limited(budget: int, is_open: bool = False) -> SamplingParams:
         (limited(3), [OPENING, 20, 21, 22], True),
         (limited(3), [OPENING, 20, 21, 22, 23], True),
         (limited(3), [20, OPENING, 20, 21, 22], True),  # a blank before
+        (limited(3), [20] * MOST_BLANKS + [OPENING, 20, 21, 22], True),
+        (limited(3), [20] * MOST_BLANKS + [21, OPENING, 20, 21, 22], False),  # of the content
         (limited(3), [OPENING, 20, 21, 22, CLOSING], False),
         (limited(3), [OPENING, CLOSING, 20, 21, 22, 23], False),
         (limited(0), [OPENING], True),
