@@ -33,7 +33,7 @@ class Admission:
         return self._weights.get(tenant, 1.0)
 
     def limits(self, client: AsyncClient, model: str) -> AdmissionLimits:
-        handle = client.directory.models.get(model)
+        handle = client.directory.handles.get(model)
         known = self._by_pace.get(model)
         if known is None or known[0] is not handle:  # of an engine that died too: its requests, and new ones, wait for the next
             engines = [] if handle is None else handle.engines
@@ -74,13 +74,13 @@ def tenant_weights(entries: Sequence[str]) -> dict[str, float]:
 
 def engines_of(client: AsyncClient, model: str) -> list[EngineInfo]:
     """That live."""
-    handle = client.directory.models.get(model)
+    handle = client.directory.handles.get(model)
     return handle.engines if handle is not None and handle.is_live else []
 
 
 def protocol_version(client: AsyncClient, model: str) -> int:
     """In which new requests are written. Raises ServiceUnavailable where this server and the engines have none in common."""
-    handle = client.directory.models.get(model)
+    handle = client.directory.handles.get(model)
     if handle is None:  # no engine any more: the queue refuses, or a new engine has come
         return PROTOCOL_VERSION
     if handle.protocol_version is None:

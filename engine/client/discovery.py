@@ -59,6 +59,7 @@ class Directory:
 
     def __init__(self, bus: AsyncBus, failover_timeout: float = leases.FAILOVER_TIMEOUT) -> None:
         self.models: dict[str, ModelHandle] = {}  # by served name
+        self.handles: dict[str, ModelHandle] = {}  # by canonical name, which another model may serve as an alias
         self.engines: list[EngineInfo] = []
         self.known_models: set[str] = set()  # with an engine alive or not
         self.queues: dict[str, QueueDepth] = {}  # by canonical name
@@ -73,6 +74,7 @@ class Directory:
         """Raises BusUnavailable."""
         self.known_models = set(await self._bus.run(leases.models()))
         served: dict[str, ModelHandle] = {}
+        handles: dict[str, ModelHandle] = {}
         everyone: list[EngineInfo] = []
         queues: dict[str, QueueDepth] = {}
         alarms: dict[str, dict[str, int]] = {}
@@ -85,15 +87,16 @@ class Directory:
             if not is_live and (last := await self._bus.run(leases.last_engine(name))) is not None:
                 engines = [last]
             if engines:
-                handle = ModelHandle(name, engines[0].tokenizer, engines, is_live)
+                handle = handles[name] = ModelHandle(name, engines[0].tokenizer, engines, is_live)
                 for served_name in [name, *(alias for engine in engines for alias in engine.served_names)]:
                     served.setdefault(served_name, handle)
-        self.models, self.engines, self.queues, self.alarms, self.trouble = served, everyone, queues, alarms, None
+        self.models, self.handles = served, handles
+        self.engines, self.queues, self.alarms, self.trouble = everyone, queues, alarms, None
         self._tell_unwritable()
 
     def _tell_unwritable(self) -> None:
         """Log a model once when it can get no requests from this process any more."""
-        unwritable = {handle.name: handle for handle in self.models.values() if handle.protocol_version is None}
+        unwritable = {name: handle for name, handle in self.handles.items() if handle.protocol_version is None}
         for name in sorted(unwritable.keys() - self._unwritable):
             read = "; ".join(f"engine {each.slot} reads {each.protocol_versions}" for each in unwritable[name].engines)
             logger.error("%s gets no requests: this process writes protocol versions %s, %s", name, list(WRITTEN_VERSIONS), read)

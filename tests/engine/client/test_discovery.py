@@ -76,3 +76,14 @@ async def test_requests_are_written_in_the_newest_version_that_all_engines_read(
         assert directory.models[world.model].protocol_version is None
     (message,) = caplog.messages
     assert f"engine 2 reads [{PROTOCOL_VERSION + 1}]" in message
+
+
+async def test_a_models_engines_are_its_own_though_another_serves_its_name(world: World) -> None:
+    """Model `a` has the alias `b`, and there is a model `b`."""
+    for name, names in (("a", ["a", "b"]), ("b", ["b"])):
+        world.bus.run(leases.claim_slot(name, replace(engine_info(name), served_names=names, max_model_len=100 + len(names)), 60.0))
+    async with AsyncBus(world.url) as bus:
+        directory = Directory(bus)
+        await directory.refresh()
+    assert directory.models["b"].name == "a", "requests for `b` go to the first"
+    assert {name: handle.max_model_len for name, handle in directory.handles.items()} == {"a": 102, "b": 101}
